@@ -6,7 +6,8 @@ its default settings; attention is its scaled dot product. Masters and moments a
 products in bf16 by autocast, or all in `--dtype`; AdamW is torch's fused one, and gradients are
 clipped as the config says. Inputs are random and whole, and nothing drops out. It runs on one GPU,
 in a process of its own, so that JAX holds none of its memory. tok/s, TFLOP/s and MFU count what
-mjax counts for this config.
+mjax counts for this config. With lora.rank the layers have PEFT's adapters on all of their
+matmuls; the base is then in bf16 and does not train.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import numpy as np
 from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
@@ -72,7 +74,7 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
     cfg, _ = resolve_auto(cfg, jax.devices()[:1], definition_of(cfg.model).specs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = made_model(cfg.model, args.dtype, args.compile, device)
+    model = made_model(cfg, args.dtype, args.compile, device)
     step = training_step(cfg, model, random_inputs(cfg, device), args.dtype == "mixed", device)
     start = time.perf_counter()
     loss = float(step())
@@ -125,6 +127,7 @@ def case(cfg: Config, args: argparse.Namespace) -> dict:
         "global_batch": cfg.train.global_batch_size,
         "micro_batch": cfg.train.micro_batch_size,
         "dtype": args.dtype,
+        "lora_rank": cfg.lora.rank,
         "compile": args.compile,
     }
 
@@ -141,18 +144,21 @@ def rates(cfg: Config, seconds: float, kind: str) -> dict:
     }
 
 
-def made_model(cfg: ModelConfig, dtype: str, compiled: str, device: str):
+def made_model(cfg: Config, dtype: str, compiled: str, device: str):
     """The model of transformers on `device`, in mode `eval`, so that nothing drops out."""
     import torch
     import transformers
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    lora, cfg = cfg.lora, cfg.model
     config = config_of_transformers(cfg)
     kind = getattr(transformers, config.architectures[0])
     with torch.device(device):
         model = kind(config)
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" or lora.rank:
         model.to(torch.bfloat16)
+    if lora.rank:
+        model = with_adapters(model, lora)
     model.eval()
     if compiled == "model":
         model.compile()
@@ -169,6 +175,16 @@ def made_model(cfg: ModelConfig, dtype: str, compiled: str, device: str):
     return model
 
 
+def with_adapters(model, lora: LoraConfig):
+    """The model with PEFT's adapters in fp32 on all matmuls of its layers, which alone train."""
+    import peft
+
+    if lora != LoraConfig(rank=lora.rank, alpha=lora.alpha):
+        raise UserError("torch_train: of lora it reads rank and alpha; leave out the other keys")
+    adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear")
+    return peft.get_peft_model(model, adapters)
+
+
 def training_step(
     cfg: Config, model, inputs: dict, mixed: bool, device: str
 ) -> Callable[[], object]:
@@ -176,7 +192,7 @@ def training_step(
     import torch
 
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=cfg.schedule.lr,
         betas=(cfg.optimizer.b1, cfg.optimizer.b2),
         eps=cfg.optimizer.eps,

@@ -91,7 +91,7 @@ def read_numbers(option: str, text: str, kind: type = int) -> list:
 def program(command: str) -> str:
     """Name a command as the user called it, for usage lines: `mjax X` or `python -m mjax.X`."""
     if sys.argv[0].startswith("mjax "):  # mjax/cli.py sets it so
-        return f"mjax {command.replace('.', ' ')}"
+        return sys.argv[0]
     return f"python -m mjax.{command}"
 
 

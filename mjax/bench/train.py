@@ -160,6 +160,7 @@ def case(trainer: Trainer, documents: int) -> dict:
         "moments": "host" if cfg.optimizer.offload else "device",
         "fp8": cfg.precision.fp8 + ("" if cfg.precision.fp8_backend == "xla" else ", te"),
         "zero": cfg.mesh.zero,
+        "lora_rank": cfg.lora.rank,
         "mesh": {axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
         "devices": trainer.mesh.size,
     }

@@ -38,7 +38,7 @@ from mjax.checkpoint.base.continuation import require_continuation
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.base.retention import retention
-from mjax.checkpoint.base.steps import newest_step
+from mjax.checkpoint.base.steps import HELD_OUT_LOSS, newest_step
 from mjax.config.languages.paths import require_files
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, first_line, or_user_error
@@ -47,7 +47,6 @@ from mjax.sharding.processes.agreement import on_process_0, wait_for_every_proce
 
 log = logging.getLogger(__name__)
 
-HELD_OUT_LOSS = "held_out_loss"  # key of the record
 OUTDATED = f"outdated{digest.TEMPORARY}"  # folder of steps that retention has taken away
 
 

@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -26,16 +26,26 @@ from mjax.config.schema.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError, or_user_error
 
+# Returns values for keys that a tree of given keys, as yet unchecked, does not set.
+Defaults = Callable[[dict], dict]
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+
+def load(
+    path: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    defaults: Defaults | None = None,
+) -> Config:
     """The config of a YAML file (None: defaults only) with `a.b=c` overrides, checked.
 
+    `defaults`: the keys that a command sets where neither does.
     Rules that need a device count run later, in `validate(cfg, device_count)`. Raises `UserError`.
     """
     places: dict[str, str] = {}  # of each key, where it was set
     tree = {} if path is None else _read_file(Path(path), (), places)
     for override in overrides:
         _merge_into(tree, _read_override(override, places))
+    if defaults is not None:
+        tree = _merge_into(defaults(tree), tree)
     import_modules(tree)
     require_sane_patterns(tree, places)
     try:
@@ -72,18 +82,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from_args(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+    defaults: Defaults | None = None,
 ) -> tuple[argparse.Namespace, Config]:
     """(the arguments, the config) of a command line with the options of `add_config_arguments`.
 
-    Overrides may stand anywhere in it. `--print-config` and `--print-schema` print and exit with
-    code 0. Raises `UserError`.
+    Overrides may stand anywhere in it. `defaults` as in `load`. `--print-config` and
+    `--print-schema` print and exit with code 0. Raises `UserError`.
     """
     args = parser.parse_intermixed_args(argv)
     if args.print_schema:
         print(json.dumps(json_schema(), indent=2))
         sys.exit(0)
-    cfg = load(args.config, args.overrides)
+    cfg = load(args.config, args.overrides, defaults)
     if args.print_config:
         print(dump(cfg), end="")
         sys.exit(0)

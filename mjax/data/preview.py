@@ -30,18 +30,23 @@ def main(argv: list[str] | None = None) -> int:
     add_config_arguments(parser)
     parser.add_argument("--rows", type=int, default=2, help="rows to print (default: 2)")
     args, cfg = config_from_args(parser, argv)
+    print_rows(cfg, args.rows)
+    return 0
+
+
+def print_rows(cfg: Config, count: int) -> None:
+    """Print the first `count` rows of a run on conversations, and a summary."""
     if cfg.data.conversations.path is None:
-        raise UserError("mjax data preview shows conversations; set data.conversations.path")
-    data, _ = build_datasets(cfg, max(args.rows, 1), 0)
+        raise UserError("a preview shows conversations; set data.conversations.path")
+    data, _ = build_datasets(cfg, max(count, 1), 0)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     console = Console(highlight=False, soft_wrap=True)
-    for index in range(min(args.rows, len(data))):
+    for index in range(min(count, len(data))):
         for part in _shown_row(data, index, tokenizer, bool(console.color_system)):
             console.print(part)
     for rows in getattr(data.rows, "datasets", [data.rows]):
         for line in _summary(rows, cfg):
             console.print(line, markup=False)
-    return 0
 
 
 def _shown_row(data: Dataset, index: int, tokenizer: Tokenizer, colored: bool) -> Iterator[Text]:

@@ -1,6 +1,7 @@
-"""`python -m mjax.evaluate perplexity|harness --ckpt X [options]`: how well a model predicts.
+"""`python -m mjax.evaluate perplexity|answers|harness --ckpt X [options]`: how well a model does.
 
     python -m mjax.evaluate perplexity --ckpt X --file F
+    python -m mjax.evaluate answers --ckpt X --file CONVERSATIONS      # exact matches
     python -m mjax.evaluate harness --ckpt X --tasks hellaswag,gsm8k    # needs mjax[lm-eval]
 
 Perplexity by sliding windows: a window of --seq-length tokens moves on by --stride, and scores
@@ -26,13 +27,21 @@ from mjax.infer.text import windows
 
 def main(argv: list[str] | None = None) -> None:
     args = _evaluate_arguments(argv)
-    {"perplexity": _perplexity, "harness": _harness}[args.command](args)
+    commands = {"perplexity": _perplexity, "answers": _answers, "harness": _harness}
+    commands[args.command](args)
 
 
 def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
+    answers = commands.add_parser("answers", help="of conversations, to the letter; prints JSON")
+    add_model_arguments(answers)
+    answers.add_argument("--file", type=path_text, required=True, help="as data.conversations.path")
+    answers.add_argument("--limit", type=int, help="conversations read")
+    answers.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
+    answers.add_argument("--batch-size", type=int, default=32, help="rows at once")
+    answers.add_argument("--show", type=int, default=3, help="answers to print")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
     for command in (file, tasks):
         add_model_arguments(command)
@@ -73,6 +82,12 @@ def _harness(args: argparse.Namespace) -> None:
         log_samples=False,
     )
     print(json.dumps(found["results"], indent=1, default=str))
+
+
+def _answers(args: argparse.Namespace) -> None:
+    from mjax.post.answers import print_exact_matches
+
+    print_exact_matches(*load_model(args), args)
 
 
 def _perplexity(args: argparse.Namespace) -> None:

@@ -16,7 +16,10 @@ from mjax.json_file import read_json
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ckpt", type=as_path, required=True, help="a checkpoint or Hugging Face folder"
+        "--ckpt",
+        type=as_path,
+        required=True,
+        help="a run, a checkpoint, RUN@best or a Hugging Face folder",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
     kinds = ("float32", "bfloat16", "float16")

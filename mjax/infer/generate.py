@@ -97,10 +97,17 @@ class Generator:
             )
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
-        self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
+        self._take_apart = partial(
+            take_apart, definition.specs, dtype=jnp.dtype(dtype), donate=donate
+        )
+        self._params = self._take_apart(params)
         self._programs = programs = DecodePrograms(definition, cfg, mesh, jnp.dtype(dtype))
         self._prefill = jax.jit(programs.prefill, static_argnames=("draws", "length"))
         self._step = jax.jit(programs.step, static_argnames="draws", donate_argnames="state")
+
+    def load(self, params: dict | None) -> None:
+        """Go on with other weights of the same model and mesh; None lets go of those before."""
+        self._params = None if params is None else self._take_apart(params)
 
     def stream(
         self,

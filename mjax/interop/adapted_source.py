@@ -15,16 +15,16 @@ from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.checkpoint.merged import Adapters, adapter_alpha, merged, part_path
 from mjax.checkpoint.weights import read_config, stored_source
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.held_base import HeldBase
 from mjax.interop.partial_load import fit
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
+from mjax.kernels.nf4.parameters import nf4_specs
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs, base_of, is_of_adapter
-from mjax.models.base.nf4_base import nf4_specs
 from mjax.sharding.spec import ParamSpec
 
 

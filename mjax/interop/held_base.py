@@ -21,9 +21,15 @@ from mjax.checkpoint.base.source import THREADS, Index, Source
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.merged import part_path
 from mjax.checkpoint.source_digest import sum_of_part, sums_of_source
+from mjax.interop.principal import take_principal
+from mjax.kernels.nf4.parameters import (
+    codes_of,
+    is_magnitude,
+    round_weight,
+    value_of_base,
+    wide_spec,
+)
 from mjax.models.base.adapted import base_of, is_of_adapter
-from mjax.models.base.nf4_base import codes_of, in_nf4, is_of_nf4, value_of_base, wide_spec
-from mjax.models.base.principal import take_principal
 from mjax.sharding.spec import ParamSpec
 
 
@@ -84,7 +90,7 @@ class HeldBase:
         """The digest of the base; reads it all."""
         frozen = {path: spec for path, spec in self.specs.items() if not spec.is_trained}
         changed = {*self.codes, *self.principal}
-        plain = {p: s for p, s in frozen.items() if p not in changed and not is_of_nf4(p)}
+        plain = {p: s for p, s in frozen.items() if p not in changed and not is_magnitude(p)}
         sums = dict.fromkeys(frozen, 0) | sums_of_source(self.source, plain)
         for path in sorted(changed):
             spec = self.specs[path]
@@ -137,7 +143,7 @@ def _rounded_to_nf4(
     value: jax.Array, path: Leaf, spec: ParamSpec
 ) -> tuple[dict[Leaf, jax.Array], jax.Array]:
     """(codes and magnitudes by path, the fp32 value that they stand for) of a part of a weight."""
-    stored = in_nf4(value, path, spec)
+    stored = round_weight(value, path, spec)
     return stored, value_of_base(stored, path, spec)
 
 

@@ -25,6 +25,7 @@ from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
 from mjax.models.block import Block
+from mjax.models.embedding_noise import noisy
 from mjax.models.heads.vocabulary import VocabularyHead
 from mjax.models.runtime.execution import Execution, plain_layers
 from mjax.models.runtime.run import Caches, LayerInputs, Layers, LayersOutput
@@ -195,6 +196,7 @@ class Decoder(VocabularyHead, nnx.Module):
         x = look_up(embedding, row % rows)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
+        x = noisy(x, info, ctx)
         return scaled(x, self.cfg.embedding_multiplier)
 
     def rope(self, info: Tokens, ctx: Context) -> Rope:

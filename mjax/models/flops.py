@@ -21,8 +21,9 @@ from mjax.config.languages.layer_pattern import (
     stream_of,
     stream_read_by,
 )
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import Config, LoraConfig
+from mjax.config.schema.run import Config
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs
 from mjax.models.base.branch import branch_class

@@ -143,12 +143,12 @@ def training_context(
     training = Training(
         dropout=True,
         capacity=True,
+        neftune_alpha=cfg.train.neftune_alpha,
         label_smoothing=cfg.train.label_smoothing,
         z_loss=cfg.train.z_loss,
         loss_chunk=cfg.train.loss_chunk,
     )
-    towers = tower_handles(cfg, parallel)
-    return Context(parallel, towers, kernels, documents, training)
+    return Context(parallel, tower_handles(cfg, parallel), kernels, documents, training)
 
 
 def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:

@@ -206,7 +206,7 @@ class ParameterBytes:
     def masters(self) -> float:
         """The shards that the optimizer updates, and the base of adapters.
 
-        What ZeRO-3 makes whole of a base is one layer at a time. FP8 makes its 8-bit forms.
+        ZeRO-3 makes one layer of a base whole at a time. FP8 makes its 8-bit forms.
         """
         count, base = self.count, self.count.held_bytes
         if base and self._gathers_in_layers and self._is_cut:

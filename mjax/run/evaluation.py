@@ -1,25 +1,21 @@
-"""The held-out loss of a run, and what is said with it at the end: a bigram table's, a sample.
+"""The held-out loss of a run, and that of a bigram table, which is said with it at the end.
 
 Invariant: every evaluation reads the same batches, so that its figures compare.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
-from mjax.config.schema.run import Config
-from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
-from mjax.errors import UserError
-from mjax.infer.generate import Generator
-from mjax.infer.sample import Sampling
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import NEXT_TOKEN
-from mjax.run.batches import BatchStream, RowsOf
+from mjax.run.batches import BatchStream, RowsOf, RunBatches
+from mjax.run.early_stop import EarlyStop
 from mjax.run.monitor.metrics import Record
 from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
@@ -27,12 +23,18 @@ from mjax.train.trainer import Trainer
 MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldOut:
-    """Evaluates a trainer on data that it is not trained on."""
+    """Evaluates a trainer on data that it is not trained on.
+
+    early_stop: sees each loss. last_step, last_loss: the step evaluated last and its loss.
+    """
 
     trainer: Trainer
     stream: BatchStream
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
+    last_step: int = -1
+    last_loss: float | None = None
 
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
@@ -51,6 +53,8 @@ class HeldOut:
         record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
         for name, count in counts.items():
             record[f"eval_{name}"] = float(totals[name] / count) if count else None
+        self.last_step, self.last_loss = self.trainer.step_number, record["eval_loss"]
+        self.early_stop.see(self.last_loss)
         return record
 
     def nothing(self) -> str:
@@ -85,30 +89,14 @@ class HeldOut:
         )
 
 
-def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
-    """(the tokenizer, the ids of train.sample_prompt); None without a prompt.
+def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut | None:
+    """The evaluation of a run that goes on from a checkpoint with `record`, {} for a new run.
 
-    Raises `UserError` if the prompt cannot be continued at the end of the run.
+    Checkpoints record what the batches and the early stop need; None without held-out data.
     """
-    text, count = cfg.train.sample_prompt, cfg.train.sample_tokens
-    if text is None:
+    early_stop = EarlyStop(trainer.cfg.train.early_stop)
+    early_stop.restore(record.get("batches", {}))
+    trainer.checkpoints.batches_at = lambda step: batches.record_at(step) | early_stop.record()
+    if batches.held_out is None:
         return None
-    name = cfg.data.tokenizer
-    if cfg.data.text:
-        name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    tokenizer = load_tokenizer(name)
-    ids = tokenizer.encode(text)
-    if not ids or len(ids) + count > cfg.model.max_position_embeddings:
-        raise UserError(
-            f"train.sample_prompt of {len(ids)} tokens and train.sample_tokens={count} do not fit "
-            f"1 to model.max_position_embeddings={cfg.model.max_position_embeddings}; change one"
-        )
-    return tokenizer, ids
-
-
-def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
-    """`prompt` and `count` tokens drawn from the model after it, as text."""
-    model, dtype = trainer.cfg.model, trainer.cfg.precision.compute
-    generator = Generator(trainer.definition, trainer.params(), model, dtype=dtype)
-    (completion,) = generator.complete([prompt], count, Sampling(temperature=0.8))
-    return tokenizer.decode([*prompt, *completion.ids])
+    return HeldOut(trainer, batches.held_out, early_stop)

@@ -8,19 +8,16 @@ queued. Checkpoints and log lines come from steps that have passed the check for
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from mjax.checkpoint.base.orbax_messages import quiet_saves
-from mjax.checkpoint.store import ensure_writable
 from mjax.config.load import dump
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
@@ -29,14 +26,15 @@ from mjax.models.flops import flops_of_run
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import batch_range, final_step, rates_of_step
 from mjax.run.batches import BatchSource, BatchStream, RunBatches, from_config
-from mjax.run.evaluation import HeldOut, read_prompt, sample_text
+from mjax.run.evaluation import HeldOut, held_out_of
 from mjax.run.faults.replicas import ReplicaCheck
-from mjax.run.faults.run_lock import LOCK_NAME, RunLock
+from mjax.run.faults.run_lock import RunLock
 from mjax.run.faults.saving import Saver, reserve_host_memory
-from mjax.run.faults.stopping import GO_ON, REASONS, SIGNALED, Stopper
+from mjax.run.faults.stopping import GO_ON, NO_BETTER, REASONS, SIGNALED, Stopper
 from mjax.run.faults.supervisor import RESTART_NOTE
 from mjax.run.faults.suspect import Figures, Judge, Suspects
 from mjax.run.faults.watchdog import Watchdog
+from mjax.run.folder import run_folder
 from mjax.run.monitor import metrics
 from mjax.run.monitor.console import duration
 from mjax.run.monitor.diagnostics import Diagnostics
@@ -44,6 +42,7 @@ from mjax.run.monitor.host_time import HostTime, figures_of
 from mjax.run.monitor.log_writer import reason, warn
 from mjax.run.monitor.profile import Profiler
 from mjax.run.resume import changes, restored_record, resume
+from mjax.run.samples import Samples, samples_of
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train.batch import AheadBatch, placed_ahead
 from mjax.train.trainer import Trainer
@@ -61,6 +60,7 @@ class TrainingRun:
     """A training run in this process.
 
     stream: what it trains on. held_out: evaluates on held-out data, or None without such data.
+    samples: what the model says to prompts, or None.
     start: steps completed before this process. last: the step to stop after.
     trained: steps of this process that changed the weights.
     data_error: why there are no more batches.
@@ -73,11 +73,12 @@ class TrainingRun:
     diagnostics: Diagnostics
     log: metrics.Log
     stream: BatchStream
-    held_out: HeldOut | None
     start: int
     last: int
     watchdog: Watchdog
     profiler: Profiler
+    held_out: HeldOut | None = None
+    samples: Samples | None = None
     clock: metrics.Clock = field(default_factory=metrics.Clock)
     host: HostTime = field(default_factory=HostTime)
     trained: int = 0
@@ -124,21 +125,24 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
     ):
         note = resume(trainer)
         last = final_step(cfg)
-        batches = batch_source(trainer, restored_record(trainer))
-        trainer.checkpoints.batches_at = batches.record_at
+        record = restored_record(trainer)
+        batches = batch_source(trainer, record)
+        held_out = held_out_of(trainer, batches, record)
         bound_documents(trainer, batches)
-        prompt = read_prompt(cfg)
+        samples = samples_of(trainer)
         is_resumed = trainer.step_number > 0
         if trainer.state is None:
             trainer.init()
         log.say(run_summary(trainer))
         log.say(note)
-        if trainer.step_number >= last:
-            step = trainer.step_number
-            log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
+        is_stopped = held_out is not None and held_out.early_stop.is_due
+        if trainer.step_number >= last or is_stopped:
+            key = "train.early_stop" if is_stopped else "train.steps"
+            log.say(f"nothing left to train: step {trainer.step_number} of {last}; raise {key}")
             trainer.store.apply_retention()  # of a run that was killed as it ended
             return
         run = start_run(trainer, lock, log, batches, last)
+        run.held_out, run.samples = held_out, samples
         if is_resumed:
             log.keep_event(run.start, note)
         if is_resumed and (line := changes(trainer)):
@@ -150,8 +154,7 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
             is_first = jax.process_index() == 0
             if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
                 log.say(line)
-            if prompt is not None:
-                log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
+            say_samples(run)
 
 
 def bound_documents(trainer: Trainer, batches: RunBatches) -> None:
@@ -191,7 +194,6 @@ def start_run(
         profiler=profiler,
         log=log,
         stream=batches.training,
-        held_out=None if batches.held_out is None else HeldOut(trainer, batches.held_out),
         start=start,
         last=last,
         watchdog=watchdog,
@@ -226,7 +228,8 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
             run.replicas.ask_if_due(step)
             previous = current
             # The first step compiles, so the clock starts after it.
-            must_settle = is_evaluated(run, step) or is_saved(run, step) or step == run.start + 1
+            is_looked_at = is_evaluated(run, step) or is_sampled(run, step)
+            must_settle = is_looked_at or is_saved(run, step) or step == run.start + 1
             if stop_reason != GO_ON or must_settle:
                 stop_reason = max(stop_reason, complete(run, settle(run, current)[0]))
                 previous = None
@@ -234,8 +237,12 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
                     return stop_reason  # `finish` evaluates and saves
                 with run.clock.paused():
                     loss = evaluate(run) if is_evaluated(run, step) else None
+                    if is_sampled(run, step):
+                        say_samples(run)
                     if is_saved(run, step):
                         save(run, step, loss)
+                if loss is not None and run.held_out.early_stop.is_due:
+                    return NO_BETTER
         complete(run, settle(run, previous)[0])
     return GO_ON
 
@@ -266,6 +273,11 @@ def placed_by(run: TrainingRun, batch: HostBatch) -> Batch:
 def is_evaluated(run: TrainingRun, step: int) -> bool:
     """Whether held-out data is evaluated after a step, but for the last, which `finish` does."""
     return _is_due(step, run.cfg.train.eval_interval) and step != run.last
+
+
+def is_sampled(run: TrainingRun, step: int) -> bool:
+    """Whether samples follow a step, but for the last."""
+    return _is_due(step, run.cfg.train.sample_interval) and step != run.last
 
 
 def is_saved(run: TrainingRun, step: int) -> bool:
@@ -392,15 +404,25 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
 
 
 def evaluate(run: TrainingRun) -> float | None:
-    """The held-out loss, which is logged; None without held-out data."""
+    """The held-out loss, which is logged once a step; None without held-out data."""
     if run.held_out is None:
         return None
+    step = run.trainer.step_number
+    if run.held_out.last_step == step:  # as the run stops for it
+        return run.held_out.last_loss
     run.watchdog.doing("evaluating")
     record = run.held_out.loss(run.watchdog.beat)
-    run.log.write({"step": run.trainer.step_number, **record, "time": time.time()})
+    run.log.write({"step": step, **record, "time": time.time()})
     if record["eval_loss"] is None:
-        run.log.event(run.trainer.step_number, run.held_out.nothing())
+        run.log.event(step, run.held_out.nothing())
     return record["eval_loss"]
+
+
+def say_samples(run: TrainingRun) -> None:
+    """Print what the model says to the prompts of the run, if it has any."""
+    run.watchdog.doing("sampling")
+    for line in run.samples.lines() if run.samples is not None else ():
+        run.log.say(line)
 
 
 def finish(run: TrainingRun, stop_reason: int) -> float | None:
@@ -437,21 +459,6 @@ def trained_nothing(run: TrainingRun) -> str:
             f"lower precision.initial_loss_scale={precision.initial_loss_scale:g}"
         )
     return line
-
-
-@contextlib.contextmanager
-def run_folder(cfg: Config) -> Iterator[Path]:
-    """run.dir, proven writable; a new one is removed again if it stays empty."""
-    folder = Path(cfg.run.dir)
-    is_new = not folder.exists()
-    ensure_writable(folder)
-    try:
-        yield folder
-    finally:
-        if jax.process_index() == 0 and is_new:
-            names = {path.name for path in folder.iterdir()}
-            if not names - {"data.lock", LOCK_NAME}:
-                shutil.rmtree(folder)
 
 
 def run_summary(trainer: Trainer) -> str:

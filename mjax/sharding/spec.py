@@ -47,8 +47,9 @@ class ParamSpec:
 
     A `frozen` parameter is not trained. `held` is the dtype in which a base of adapters is stored
     and read: there is no master of it. `scale` multiplies the product with an adapter's second
-    matrix. A `precise` one is read in fp32, whatever others are. One
-    without `fp8` is not rounded to 8 bits. A `whole` one is not split over tp, whatever its axes.
+    matrix, and `dropout` is that of what its first one reads. A `precise` one is read in fp32,
+    whatever others are. One without `fp8` is not rounded to 8 bits. A `whole` one is not split over
+    tp, whatever its axes.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/runtime/buffers.py`). It lies whole on each
@@ -66,6 +67,7 @@ class ParamSpec:
     frozen: bool = False
     held: str | None = None
     scale: float = 1.0
+    dropout: float = 0.0
     counts: bool = False
     fp8: bool = True
     precise: bool = False

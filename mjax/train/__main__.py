@@ -7,60 +7,14 @@ to mend, in one line; 3 no step ended within train.step_timeout_minutes or anoth
 """
 
 import argparse
-import os
-import sys
-from pathlib import Path
 
-from mjax.config.load import add_config_arguments, config_from_args
-from mjax.errors import INTERRUPTED, LostProcess, program, run_cli
-from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
+from mjax.errors import program, run_cli
+from mjax.run.command import train_command
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog=program("train"), description="Train a model.")
-    add_config_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
-    parser.add_argument("--on", metavar="NAME:COUNT", help="--dry-run for other GPUs: h200:8 say")
-    parser.add_argument("--no-compile", action="store_true", help="--on without a compiler")
-    group = parser.add_argument_group("several processes (default: as the launcher says)")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num-processes", type=int, metavar="N")
-    group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
-    add_restart_arguments(parser)
-    args, cfg = config_from_args(parser)
-    plans = args.dry_run or args.on is not None or args.no_compile
-    if args.restarts is not None and not plans and RESTART_NOTE not in os.environ:
-        return supervise(cfg, args)
-
-    import jax  # after the config: its mistakes should show at once
-
-    from mjax.sharding.mesh import start_processes
-
-    if args.on is not None or args.no_compile:
-        from mjax.run.dry_run import plan_elsewhere
-
-        return plan_elsewhere(cfg, args)
-    start_processes(args.coordinator, args.num_processes, args.process_id)
-    if jax.default_backend() != "cpu":  # there, collectives of a cached program can go astray
-        cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
-        jax.config.update("jax_compilation_cache_dir", cache)
-    from mjax.errors import NonFiniteLoss, ReplicasDiffer
-    from mjax.run.dry_run import dry_run
-    from mjax.run.faults.watchdog import lost_process
-    from mjax.run.loop import train
-
-    try:
-        dry_run(cfg) if args.dry_run else train(cfg)
-    except (NonFiniteLoss, ReplicasDiffer) as e:
-        print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as e:
-        if line := lost_process(e):
-            raise LostProcess(line) from e
-        raise
-    return 0
+    return train_command(parser)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapted_source import read_starting_arrays
+from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
@@ -36,7 +37,6 @@ from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.finite import first_nonfinite, nonfinite_counts
-from mjax.train.start_weights import outside_nf4, read_nf4, with_adapters
 from mjax.train.state import StateLayout
 from mjax.train.step import State
 
@@ -93,7 +93,7 @@ class Checkpoints:
         self.local.save(step, self._saved(state), self._further_records(step))
 
     def _further_records(self, step: int) -> dict:
-        """What the record of a step says of the run's batches, and of the base of its adapters."""
+        """Entries of the record of a step: the run's batches, and the base of its adapters."""
         records = {"batches": {} if self.batches_at is None else self.batches_at(step)}
         if self.cfg.lora.rank:
             records["base"] = {"from": self.cfg.checkpoint.init_from, "digest": self.base}
@@ -227,10 +227,10 @@ class Checkpoints:
                 others = outside_nf4(drawn, self.layout.specs)
                 loaded = found.complete(loaded, others)
             params = loaded
-            in_nf4 = read_nf4(found, in_nf4, wanted, self.layout)
+            in_nf4 = read_nf4(found, in_nf4, wanted, self.layout.specs, cfg)
             lines.append(found.summary())
         if self.cfg.lora.rank:
-            params = with_adapters(params, in_nf4, wanted, self.layout)
+            params = with_adapters(params, in_nf4, wanted, self.layout.specs, cfg)
             self._note_base(params)
         return from_canonical(storage, params, stored), "\n".join(lines)
 

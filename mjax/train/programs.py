@@ -122,7 +122,8 @@ class Programs:
                 padded=self.max_documents == 2 and self.padded,
             ),
             permute=uniform,
-            overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
+            # Dropout of adapters needs to know which tokens a matmul has: all, or a shard.
+            overlap_rows=None if cfg.lora.dropout else tp_overlap_rows(cfg.mesh, facts, uniform),
         )
         model = LocalModel(
             self.definition,

@@ -16,9 +16,9 @@ from mjax.config.schema.run import Config
 from mjax.config.validate import validate
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
+from mjax.kernels.nf4.parameters import nf4_specs, require_whole_blocks
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs
-from mjax.models.base.nf4_base import nf4_specs, require_whole_blocks
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.matmul import nf4
+from mjax.kernels.nf4 import values as nf4
 
 torch = pytest.importorskip("torch")
 bnb = pytest.importorskip("bitsandbytes.functional")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.models.base.principal import split_principal
+from mjax.interop.principal import split_principal
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -19,20 +19,36 @@ def mixed_sum(xp: ModuleType, bits, first: Sequence[int], shape: Sequence[int]):
 
     bits: the block as unsigned integers of the width of its dtype. xp: numpy or jax.numpy.
     """
-    place, stride = xp.zeros(bits.shape, xp.uint32), 1
+    word = xp.uint32
+    place = _places(xp, bits.shape, first, shape)
+    mixed = bits.astype(word) + place + word(1)
+    mixed = mixed * word(_MIX)
+    mixed = mixed ^ (mixed >> word(15))
+    mixed = mixed * word(_FINISH)
+    mixed = mixed ^ (mixed >> word(13))
+    return xp.sum(mixed, dtype=word)
+
+
+def _places(xp: ModuleType, block: Sequence[int], first: Sequence[int], shape: Sequence[int]):
+    """The number of each element of a block in its parameter, row by row, modulo 2^32."""
+    word, stride = xp.uint32, 1
+    place = xp.zeros(block, word)
     for axis in reversed(range(len(shape))):
-        along = xp.arange(bits.shape[axis], dtype=xp.uint32) + xp.uint32(first[axis])
-        column = [-1 if i == axis else 1 for i in range(len(shape))]
-        place = place + along.reshape(column) * xp.uint32(stride % 2**32)
+        column = [1] * len(shape)
+        column[axis] = -1
+        along = xp.arange(block[axis], dtype=word) + word(first[axis])
+        along = along * word(stride % 2**32)
+        place = place + along.reshape(column)
         stride *= shape[axis]
-    mixed = (bits.astype(xp.uint32) + place + xp.uint32(1)) * xp.uint32(_MIX)
-    mixed = (mixed ^ (mixed >> xp.uint32(15))) * xp.uint32(_FINISH)
-    return xp.sum(mixed ^ (mixed >> xp.uint32(13)), dtype=xp.uint32)
+    return place
 
 
 def digest_of(sums: Mapping[tuple[str, ...], int]) -> str:
     """The digest of a model from the sums of its parameters, by path."""
-    lines = [f"{'.'.join(path)} {int(total) % 2**32}" for path, total in sorted(sums.items())]
+    lines = []
+    for path, total in sorted(sums.items()):
+        name = ".".join(path)
+        lines.append(f"{name} {int(total) % 2**32}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -17,6 +17,8 @@ from mjax.checkpoint.base.digest import UNLISTED, digest_files
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.config.schema.run import Config
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
 from mjax.data.corpus.text import digests_of_corpus
 from mjax.errors import UserError, or_user_error
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SIDE_FILES = "hf"  # item of a step: the folder of these files
 UNREAD = "unread.safetensors"  # tensors of the imported files that the model does not read
+_GENERATION = "generation_config.json"
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,6 +42,7 @@ SIDE_NAMES = (
     *"""generation_config.json tokenizer_config.json special_tokens_map.json
     added_tokens.json chat_template.jinja chat_template.json""".split(),
 )
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 SIDE_PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
 WEIGHT_FILES = frozenset(
     """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
@@ -112,6 +116,20 @@ def is_of_tokenizer(name: str) -> bool:
     return any(PurePath(name).match(pattern) for pattern in (*SIDE_NAMES, *SIDE_PATTERNS))
 
 
+def _is_template(name: str) -> bool:
+    return any(PurePath(name).match(pattern) for pattern in TEMPLATES)
+
+
+def _has_template(files: Mapping[str, bytes]) -> bool:
+    said = files.get("tokenizer_config.json", b"")
+    return any(map(_is_template, files)) or b'"chat_template"' in said
+
+
+def _is_of_chat(name: str) -> bool:
+    """Whether a file may hold a chat template."""
+    return _is_template(name) or name == "tokenizer_config.json"
+
+
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write side files, by the names that `read_folder` gives them."""
     for name, content in files.items():
@@ -147,7 +165,9 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     """The side files for a run's checkpoints, from the origins of its weights and of its data.
 
     The weights come from its newest checkpoint, else from `checkpoint.init_from`. If `data` has
-    another tokenizer than they, its files replace all files of a tokenizer.
+    another tokenizer than they, its files replace all files of a tokenizer. A chat template that
+    conversations were written with replaces that of the weights, and its end of an answer ends a
+    generation.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}
@@ -160,7 +180,30 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
         config = {key: value for key, value in config.items() if not key.endswith("token_id")}
         if config:
             of_weights["config.json"] = json.dumps(config).encode()
+    if cfg.data.conversations.path is not None and _has_template(of_data):
+        of_weights = {n: content for n, content in of_weights.items() if not _is_template(n)}
+        chat = {n: content for n, content in of_data.items() if _is_of_chat(n)}
+        return _with_answer_ends(of_data | of_weights | chat, cfg.data.tokenizer)
     return of_data | of_weights
+
+
+def _with_answer_ends(files: dict[str, bytes], spec: str) -> dict[str, bytes]:
+    """Side files in whose generation_config.json the ends of answers end a generation."""
+    folder = Path(spec)
+    try:
+        tokenizer = load_tokenizer(spec)
+        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+    except UserError:  # then it makes no data of this run
+        return files
+    said = json.loads(files.get(_GENERATION, b"{}"))
+    ids = said.get("eos_token_id", json.loads(files.get("config.json", b"{}")).get("eos_token_id"))
+    known = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    ends = [id for id in answer_ends(tokenizer, template) if id not in known]
+    if not ends:
+        return files
+    said = said or {"_from_model_config": True}
+    content = json.dumps(said | {"eos_token_id": [*known, *ends]}, indent=2)
+    return files | {_GENERATION: content.encode()}
 
 
 def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mjax.checkpoint.base.stored import WEIGHTS
 from mjax.config.schema.keys import leaf_keys, value_of
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import Config, LoraConfig
+from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.models.runtime.buffers import buffer_keys
 from mjax.optim.schedule import consumed_samples

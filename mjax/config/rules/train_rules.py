@@ -6,6 +6,7 @@ are Megatron-LM's (`num_microbatches_calculator.py`, `optimizer_param_scheduler.
 
 from collections.abc import Iterator
 
+from mjax.config.languages.layer_pattern import stream_of
 from mjax.config.languages.remat import not_kept, remat_policies
 from mjax.config.rules.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.rules.rule import rule, rules_of
@@ -60,6 +61,13 @@ def adapters_start_once(c: Config) -> Iterator[str]:
 def adapters_start_on_given_weights(c: Config) -> Iterator[str]:
     if c.checkpoint.init_from is None and c.lora.init not in ("zero", "gaussian"):
         yield "`lora.init` starts from given weights, or from adapters that go with them"
+
+
+@rule("set lora.dropout=0")
+def adapters_drop_out_in_one_stream(c: Config) -> Iterator[str]:
+    streams = {stream_of(kind) for kind in c.model.layer_kinds}
+    if c.lora.dropout and len(streams) > 1:
+        yield f"`lora.dropout` is not built for models of several streams ({', '.join(streams)})"
 
 
 @rule("lower min_lr")

@@ -164,7 +164,8 @@ NEEDS = (
     _value("model.moe.shared_expert_gate", "model.moe.shared_expert_intermediate_size"),
     _value("model.moe.drop_policy", "model.moe.capacity_factor"),
     _value(
-        "lora: alpha targets rank_pattern alpha_pattern rslora dora init base trained", "lora.rank"
+        "lora: alpha targets rank_pattern alpha_pattern rslora dora init base dropout trained",
+        "lora.rank",
     ),
     _value("train.mtp_loss_scaling_factor", "model.num_nextn_predict_layers"),
     Need(
@@ -248,6 +249,9 @@ NEEDS = (
         "train: label_smoothing z_loss loss_chunk", "next_token", "masked_lm", "span_corruption"
     ),
     _objective("train.loss_divisor", "next_token", "masked_lm"),
+    _objective("train.neftune_alpha", "next_token"),
+    _value("train.early_stop", "train.eval_interval"),
+    _value("train.sample_interval", "train.sample_prompt"),
     Need(
         "mesh: pipeline_layout pipeline_account_for virtual_stages",
         "mesh.pp",

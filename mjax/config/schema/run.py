@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
 from mjax.config.schema.sizes import UpTo20, UpTo24, UpTo28
 
@@ -310,6 +311,8 @@ class TrainConfig(Group):
     eval_interval: int | None = Field(None, ge=1)
     """Steps between evaluations."""
     eval_steps: UpTo28 = Field(10, ge=1)
+    early_stop: int | None = Field(None, ge=1)
+    """Stop after so many evaluations in a row without a lower held-out loss."""
     remat: str = "auto"
     """Values a layer keeps for its backward: none (all), dots (matmul outputs and attention),
     attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
@@ -342,43 +345,18 @@ class TrainConfig(Group):
     """Tokens per chunk of the loss."""
     freeze: list[str] = []
     """Parameters that stay as they are: roles, or names with * such as dense.mlp.*."""
-    sample_prompt: str | None = None
-    """Text continued at the end of the run."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """Noise on the embeddings of training, uniform within alpha / sqrt(tokens * width); tokens are
+    those of a token's document (NEFTune).
+    """
+    sample_prompt: str | list[str] | None = None
+    """Texts continued at the end of the run; with data.conversations, messages to answer."""
+    sample_interval: int | None = Field(None, ge=1)
+    """Steps between samples; None: only at the end."""
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
 InitChange = Literal["vocab_size", "num_hidden_layers", "context", "experts", "heads", "towers"]
-
-
-class LoraConfig(Group):
-    """Low-rank adapters (LoRA) beside weights that stay as they are (docs/train/fine-tuning.md)."""
-
-    rank: UpTo20 = Field(0, ge=0)
-    """Rank of each adapter; 0: no adapters, all weights are trained."""
-    alpha: float = Field(16.0, gt=0)
-    """Adapters are multiplied by alpha / rank."""
-    targets: list[str] = ["*"]
-    """Weights that get one: names of matmuls (q, kv, attn_proj, up, down, ..), names with * such as
-    dense.mlp.*, or the roles embedding and head; *: all matmuls of layers.
-    """
-    rank_pattern: dict[str, int] = {}
-    """Other ranks, by the same patterns; the first that matches counts."""
-    alpha_pattern: dict[str, float] = {}
-    rslora: bool = False
-    """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
-    dora: bool = False
-    """Train the length of each output's weights apart from their direction (arXiv 2402.09353)."""
-    init: Literal["zero", "gaussian", "pissa"] | PathText = "zero"
-    """First values: zero: b is 0, a uniform as PEFT's; gaussian: b is 0, a normal, 1 / rank its
-    deviation; pissa: the largest singular values of the weight, which the base loses (arXiv
-    2404.02948); else a folder of PEFT or a run, whose adapters are trained on.
-    """
-    base: Literal["compute", "nf4"] = "compute"
-    """How weights that are not trained are stored: in precision.compute; nf4: matmul weights of
-    layers in 4 bits, as by bitsandbytes with double quantization (QLoRA, arXiv 2305.14314).
-    """
-    trained: list[str] = []
-    """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""
 
 
 class CheckpointConfig(Group):

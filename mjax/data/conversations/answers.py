@@ -22,7 +22,8 @@ from mjax.errors import UserError
 class TokenizedConversation(NamedTuple):
     """ids, int32, and which of them are answers, bool.
 
-    is_ended: whether the last token of an answer is a special one, such as `<|im_end|>`.
+    is_ended: whether the last token of an answer, but for white space, is a special one, such as
+        `<|im_end|>`.
     """
 
     ids: np.ndarray
@@ -79,6 +80,8 @@ class AnswerTokenizer:
             part = self.template.render(
                 messages[: number + 1], add_generation_prompt=False, **given
             )
+            if not text.startswith(part):  # Phi-3's puts an end behind the last message alone
+                part = part.removesuffix(self.template.tokens.get("eos_token", ""))
             require_beginning(where, self.template, part, text)
         return AnsweredText(text, spans)
 
@@ -110,9 +113,18 @@ class AnswerTokenizer:
             raise UserError(
                 f"{conversation.where}: its text begins with two BOS tokens; take one out"
             )
-        lasts = [ids[at] for at in np.flatnonzero(is_answer & ~np.append(is_answer[1:], False))]
-        is_ended = any(i == tokenizer.eod_id or tokenizer.special_text(i) for i in lasts)
+        lasts = np.flatnonzero(is_answer & ~np.append(is_answer[1:], False))
+        is_ended = any(self._ends(ids[: at + 1]) for at in lasts)
         return TokenizedConversation(np.array(ids, np.int32), is_answer, is_ended)
+
+    def _ends(self, ids: list[int]) -> bool:
+        """Whether a special token ends these ids, but for white space."""
+        for token in reversed(ids):
+            if token == self.tokenizer.eod_id or self.tokenizer.special_text(token):
+                return True
+            if self.tokenizer.decode([token]).strip():
+                return False
+        return False
 
     def _pair(self, prompt: str, completion: str) -> tuple[list[int], np.ndarray]:
         """A prompt and its completion, which the end token follows."""

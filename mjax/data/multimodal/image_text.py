@@ -269,28 +269,43 @@ def _one_turn(sample: Sample) -> list[tuple[str, str]]:
     return [(prompt, text)]
 
 
-def _messages(sample: Sample) -> list[dict[str, str]]:
-    """{"role": .., "content": ..} of a conversation, or nothing."""
+def _messages(sample: Sample) -> list[tuple[dict[str, str], bool]]:
+    """({"role": .., "content": ..}, whether its weight is 1) of a conversation, or nothing."""
     wrong = f'{sample.name}: not [{{"role": "user", "content": ".."}}, ..] ({{reason}})'
-    with or_user_error(wrong, (TypeError, LookupError)):
-        said = sample.facts.get("conversations") or ()
-        found = [{"role": SPEAKERS[one["from"]], "content": one["value"]} for one in said]
-        given = sample.facts.get("messages") or ()
-        return found + [{"role": one["role"], "content": one["content"]} for one in given]
+    found = []
+    with or_user_error(wrong, (AttributeError, TypeError, LookupError)):
+        for one in sample.facts.get("conversations") or ():
+            message = {"role": SPEAKERS[one["from"]], "content": one["value"]}
+            found.append((message, _weight(one)))
+        for one in sample.facts.get("messages") or ():
+            message = {"role": one["role"], "content": one["content"]}
+            found.append((message, _weight(one)))
+    return found
+
+
+def _weight(message: dict) -> bool:
+    """Whether a message counts in the loss, if it is an answer."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise LookupError(f"weight {weight!r}, not 0 or 1")
+    return weight != 0
 
 
 def _turns(
-    name: str, messages: list[dict[str, str]], template: ChatTemplate
+    name: str, chat: list[tuple[dict[str, str], bool]], template: ChatTemplate
 ) -> list[tuple[str, str]]:
-    """(what stands before an answer, the answer with its end) of each answer of a conversation."""
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    """(what stands before an answer, the answer with its end) of each answer that is trained on."""
+    messages = [message for message, _ in chat]
+    answers = [n for n, (m, counts) in enumerate(chat) if counts and m["role"] == "assistant"]
     text, spans = answers_by_prefixes(name, template, messages, answers)
     turns, seen = [], 0
     for begin, end in spans:
         turns.append((text[seen:begin], text[begin:end]))
         seen = end
     if not turns:
-        raise UserError(f"{name}: a conversation in which the assistant says nothing; leave it out")
+        raise UserError(
+            f"{name}: a conversation in which the assistant says nothing to train on; leave it out"
+        )
     return turns
 
 

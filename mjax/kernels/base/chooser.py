@@ -400,6 +400,11 @@ def _adam_row(x: Inputs) -> Choice:
     return _on_gpu(x.device, "a row is updated where it lies")
 
 
+def _nf4(x: Inputs) -> Choice:
+    """The kernel that reads weights in 4 bits."""
+    return _on_gpu(x.device, "a magnitude is read once for its block")
+
+
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:
     """The kernel for x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
@@ -414,6 +419,7 @@ RULES = {
     "causal_conv": _causal_conv,
     "experts": _experts,
     "gated_delta": _gated_delta,
+    "nf4": _nf4,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,
     "gate": _gate,

@@ -8,6 +8,7 @@ parameters are frozen, and stored in the dtype of the computation: there are no 
 
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.schema.run import LoraConfig
+from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
-from mjax.models.base.adapter import Adapter, adapted_value, lengths
-from mjax.models.base.nf4_base import NF4, joined_nf4, value_of_base
+from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
+from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value, lengths
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
@@ -63,10 +64,10 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
 
 
 def _is_target(patterns: Sequence[str], path: Path, spec: ParamSpec) -> bool:
-    return any(_names(pattern, path, spec) for pattern in patterns)
+    return any(_takes_adapter(pattern, path, spec) for pattern in patterns)
 
 
-def _names(pattern: str, path: Path, spec: ParamSpec) -> bool:
+def _takes_adapter(pattern: str, path: Path, spec: ParamSpec) -> bool:
     """Whether a pattern names a matrix that takes an adapter; of tables only a role does."""
     if spec.matmul is None:
         return pattern == spec.role and spec.role in ("embedding", "head")
@@ -85,13 +86,20 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
         )
     for key in ("targets", "rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
-            if not any(_names(pattern, path, spec) for path, spec in flat.items()):
+            if not any(_takes_adapter(pattern, path, spec) for path, spec in flat.items()):
                 matmuls = sorted({spec.matmul for spec in flat.values() if spec.matmul})
                 raise UserError(
                     f"lora.{key}: {pattern!r} names no matrix here that takes an adapter; matmuls "
                     f"are {', '.join(matmuls)} (--dry-run lists their names), tables are the roles "
                     "embedding and head"
                 )
+    if lora.dropout and any(
+        _is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()
+    ):
+        raise UserError(
+            "lora.dropout is not built for adapters of experts (PEFT has none there either); name "
+            "the other matmuls in lora.targets, or set lora.dropout=0"
+        )
     if lora.dora and any(spec.is_of_experts and spec.matmul for spec in flat.values()):
         if any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()):
             raise UserError(
@@ -102,7 +110,9 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
 
 def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:
     """The value of the first pattern that names a parameter."""
-    return next((v for pattern, v in patterns.items() if _names(pattern, path, spec)), default)
+    return next(
+        (v for pattern, v in patterns.items() if _takes_adapter(pattern, path, spec)), default
+    )
 
 
 def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamSpec]:
@@ -125,6 +135,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             shape=(*spec.shape[:lead], rank, *spec.shape[inputs:]),
             axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
             scale=scale,
+            dropout=lora.dropout,
             **plain,
         ),
     }
@@ -163,10 +174,10 @@ def joined_trees(*trees: dict) -> dict:
 def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
     """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
 
-    `specs` declare both. They start as PEFT's. a is uniform within 1/sqrt(inputs) and b is zero.
-    With the `init` "gaussian" a is normal with deviation 1/r.
-    Of tables [V, D] a is zero; b is normal for an embedding, uniform within 1/sqrt(D) for a head.
-    A length is that of the base.
+    `specs` declare both. They start as PEFT's: a is uniform within 1/sqrt(inputs), b is zero, and a
+    length is that of the base. With the `init` "gaussian" a is normal with deviation 1/r. For a
+    table [V, D] a is zero. b is then normal for an embedding, and uniform within 1/sqrt(D) for a
+    head.
     """
     params, declared, started = flatten_dict(base), flatten_dict(specs), {}
     adapters = sorted(path for path in declared if is_of_adapter(path))
@@ -221,46 +232,80 @@ def adapted_values(params: dict, specs: dict) -> dict:
 # ---- weights and their adapters in a step --------------------------------------------------------
 
 
-def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tuple[dict, dict]:
+def join_adapters(
+    weights: dict,
+    specs: dict,
+    parallel: Parallel = LOCAL,
+    places: TokenPlaces | None = None,
+) -> tuple[dict, dict]:
     """(weights that hold their adapters, their declarations), without entries of adapters.
 
-    `weights` are those of a module, `specs` declare them, perhaps as a stack of layers.
+    `weights` are those of a module, `specs` declare them, perhaps as a stack of layers. `places`
+    are those of its tokens, in training with dropout.
     """
     joined, declared = {}, {}
     for name, entry in weights.items():
         spec = specs[name]
-        if name.endswith((ADAPTER, NF4)):
+        if name.endswith((ADAPTER, MAGNITUDES_OF)):
             continue
         if not is_spec(spec):
-            joined[name], declared[name] = join_adapters(entry, spec, parallel)
+            joined[name], declared[name] = join_adapters(entry, spec, parallel, places)
             continue
-        if name + NF4 in weights:
-            entry = joined_nf4(entry, weights[name + NF4], spec, parallel)
+        if name + MAGNITUDES_OF in weights:
+            entry = _in_nf4(entry, weights[name + MAGNITUDES_OF], spec, parallel)
         declared[name], beside = spec, weights.get(name + ADAPTER)
         if beside is None:
             joined[name] = entry
         else:
-            joined[name] = _joined(entry, beside, spec, specs[name + ADAPTER], parallel)
+            own = specs[name + ADAPTER]
+            joined[name] = _with_adapter(entry, beside, spec, own, parallel, places)
     return joined, declared
 
 
-def _joined(
-    base: WeightOrArray | list, beside: dict, spec: ParamSpec, of_adapter: dict, parallel: Parallel
+def _in_nf4(
+    base: WeightOrArray | list, magnitudes: dict, spec: ParamSpec, parallel: Parallel
+) -> Weight | list[Weight]:
+    """A weight from its codes and their magnitudes, or a list of those of layers."""
+    if isinstance(base, list):
+        layers = []
+        for i, layer in enumerate(base):
+            own = {name: rows[i] for name, rows in magnitudes.items()}
+            layers.append(_in_nf4(layer, own, spec, parallel))
+        return layers
+    if not is_weight(base):
+        base = Weight(base, name=spec.matmul, inputs=spec.inputs)
+    value = weight_in_nf4(base.value, magnitudes, spec, parallel)
+    return replace(base, value=value)
+
+
+def _with_adapter(
+    base: WeightOrArray | list,
+    beside: dict,
+    spec: ParamSpec,
+    of_adapter: dict,
+    parallel: Parallel,
+    places: TokenPlaces | None,
 ) -> WeightOrArray | list:
     """A weight with its adapter, or a list of those of layers; of a table the sum."""
     if isinstance(base, list):
         layers = []
         for i, layer in enumerate(base):
             own = {name: rows[i] for name, rows in beside.items()}
-            layers.append(_joined(layer, own, spec, of_adapter, parallel))
+            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel, places))
         return layers
     first = spec.lead
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
+    dropout, rate = None, of_adapter["b"].dropout
+    if places is not None and rate and spec.matmul:
+        number = zlib.crc32("/".join(spec.hf).encode())  # the same on every mesh
+        places = places._replace(key=jax.random.fold_in(places.key, number))
+        dropout = InputDropout(places, rate, parallel, cuts_inputs=is_split)
     adapter = Adapter(
         beside["a"],
         beside["b"],
         beside.get("magnitude"),
+        dropout,
         scale=of_adapter["b"].scale,
         halves=1 + outputs.index("pair") if "pair" in outputs else None,
         split=parallel if is_split else LOCAL,

@@ -1,13 +1,13 @@
 """A low-rank adapter of one weight, and its product: LoRA (arXiv 2106.09685), DoRA (2402.09353).
 
-With an adapter a product x W becomes x W + scale * (x a) b. Only a and b are trained. Where tp
-splits the outputs of W, it splits those of b, and a is whole; where it splits the inputs of W, it
-splits those of a, and b is whole. So x a b is summed over devices where x W is, and an adapter adds
-no exchange. Invariant: with b = 0 the product is that of W, bit for bit.
+With an adapter a product x W becomes x W + scale * (x a) b. Only a and b are trained. They are
+split over tp as W is: b if W is split along its outputs, a if it is split along its inputs. The
+other one is whole. So x a b is summed over devices together with x W, and an adapter adds no
+exchange. Invariant: with b = 0 the product is that of W, bit for bit.
 """
 
-import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,58 @@ from jax.tree_util import register_dataclass
 
 from mjax.sharding.collectives import LOCAL, Parallel
 
+_EXACT = jax.lax.Precision.HIGHEST
 
-def _static(default):
+
+def _without_leaves(default):
     return field(default=default, metadata={"static": True})
+
+
+class TokenPlaces(NamedTuple):
+    """The keys of draws of dropout: one of the layer, and rows [B] and columns [S] of the tokens in
+    the global batch."""
+
+    key: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class InputDropout:
+    """Inverted dropout of what one adapter reads; a draw depends on the token's place alone.
+
+    places: of the tokens, with a key of the adapter.
+    rate: of what is dropped.
+    parallel: the mesh, whose tp devices may hold parts of the tokens.
+    cuts_inputs: whether they hold parts of the inputs.
+    """
+
+    places: TokenPlaces
+    rate: float = _without_leaves(0.0)
+    parallel: Parallel = _without_leaves(LOCAL)
+    cuts_inputs: bool = _without_leaves(False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [M, K] of all tokens, or of those of this tp device."""
+        key, rows, columns = self.places
+        tokens, inputs = x.shape
+        if tokens < len(rows) * len(columns):
+            columns = self.parallel.shard(columns, "tp", 0)
+        assert tokens == len(rows) * len(columns), "dropout of adapters: tokens of another stream"
+        whole = inputs * self.parallel.tp if self.cuts_inputs else inputs
+
+        def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
+            own = jax.random.fold_in(key, row)
+            own = jax.random.fold_in(own, column)
+            return jax.random.bernoulli(own, 1 - self.rate, (whole,))
+
+        of_row = jax.vmap(of_token, (None, 0))
+        stays = jax.vmap(of_row, (0, None))(rows, columns)
+        stays = stays.reshape(tokens, whole)
+        if self.cuts_inputs:
+            stays = self.parallel.shard(stays, "tp", 1)
+        return jnp.where(stays, x / (1 - self.rate), 0).astype(x.dtype)
 
 
 @register_dataclass
@@ -28,6 +77,7 @@ class Adapter:
     a: [*inputs, r]; [*inputs, 2, r] of a weight with two halves, each of which has its own.
     b: [r, *outputs].
     magnitude: [1, *outputs], the trained lengths of DoRA, or None.
+    dropout: of x, or None.
     scale: of the product.
     halves: the axis of b that enumerates the halves, or None.
     split: the mesh whose tp devices hold parts of the inputs, or `LOCAL`.
@@ -36,9 +86,35 @@ class Adapter:
     a: jax.Array
     b: jax.Array
     magnitude: jax.Array | None = None
-    scale: float = _static(1.0)
-    halves: int | None = _static(None)
-    split: Parallel = _static(LOCAL)
+    dropout: InputDropout | None = None
+    scale: float = _without_leaves(1.0)
+    halves: int | None = _without_leaves(None)
+    split: Parallel = _without_leaves(LOCAL)
+
+    def matrices(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """(a [K, R], b [R, *outputs]) with x a b the product before its scale.
+
+        R is 2 r where there are halves. b is then zero where a row is of one half and an output of
+        the other.
+        """
+        a = self.a.astype(dtype)
+        b = self.b.astype(dtype)
+        if self.halves is not None:
+            b = _halves_apart(b, self.halves)
+        rank = len(b)
+        return a.reshape(-1, rank), b
+
+
+def _halves_apart(b: jax.Array, axis: int) -> jax.Array:
+    """b [r, .., 2, ..] -> [2 r, .., 2, ..]: first the rows of the first half, zero elsewhere."""
+    rank, *outputs = b.shape
+    count = b.shape[axis]
+    sizes = [1] * b.ndim
+    sizes[axis] = count
+    is_own = jnp.eye(count, dtype=b.dtype)
+    is_own = is_own.reshape(count, *sizes)
+    apart = is_own * b
+    return apart.reshape(count * rank, *outputs)
 
 
 def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Adapter) -> jax.Array:
@@ -46,45 +122,42 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
 
     `value` is W [K, N], which only DoRA reads.
     """
-    a, b = adapter_matrices(adapter, x.dtype)
-    low = (x @ a) * adapter.scale
+    outputs = y.shape[1:]
+    a, b = adapter.matrices(x.dtype)
+    if adapter.dropout is not None:
+        x = adapter.dropout(x)
+    low = x @ a
+    low = low * adapter.scale
     y = y + jnp.tensordot(low, b, 1)
-    if adapter.magnitude is not None:
-        y = y * _stretch(value, adapter).reshape(y.shape[1:]).astype(y.dtype)
-    return y
+    if adapter.magnitude is None:
+        return y
+    stretch = _stretch(value, adapter)
+    stretch = stretch.astype(y.dtype)
+    return y * stretch.reshape(outputs)
 
 
 def adapted_value(value: jax.Array, adapter: Adapter) -> jax.Array:
     """The one weight [*inputs, *outputs] whose product is that of W and its adapter; fp32 sums."""
-    a, b = adapter_matrices(adapter, jnp.float32)
-    change = (a * adapter.scale) @ b.reshape(len(b), -1)
-    whole = value.astype(jnp.float32) + change.reshape(value.shape)
+    a, b = adapter.matrices(jnp.float32)
+    inputs, outputs = len(a), b.shape[1:]
+    change = jnp.tensordot(a, b, 1, precision=_EXACT)
+    change = adapter.scale * change
+    whole = value.astype(jnp.float32)
+    whole = whole + change.reshape(value.shape)
     if adapter.magnitude is not None:
-        matrix = value.reshape(change.shape)
-        whole = whole * _stretch(matrix, adapter).reshape(adapter.b.shape[1:])
+        matrix = value.reshape(inputs, -1)
+        stretch = _stretch(matrix, adapter)
+        whole = whole * stretch.reshape(outputs)
     return whole.astype(value.dtype)
 
 
 def lengths(value: jax.Array, inputs: int) -> jax.Array:
     """The length of the weights of each output, fp32 [1, *outputs], of a whole [*inputs, ..]."""
     axes = tuple(range(inputs))
-    squares = jnp.sum(jnp.square(value.astype(jnp.float32)), axes)
-    return jnp.sqrt(squares)[None]
-
-
-def adapter_matrices(adapter: Adapter, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """(a [K, R], b [R, *outputs]) with x a b their product; R is 2 r where there are halves.
-
-    b is then zero where a row is of one half and an output of the other.
-    """
-    a, b = adapter.a.astype(dtype), adapter.b.astype(dtype)
-    rank, outputs = len(b), b.shape[1:]
-    if adapter.halves is not None:
-        count = b.shape[adapter.halves]
-        of_half = [count if axis == adapter.halves else 1 for axis in range(b.ndim)]
-        own = jnp.eye(count, dtype=dtype).reshape(count, *of_half)
-        b = (b[None] * own).reshape(count * rank, *outputs)
-    return a.reshape(-1, len(b)), b
+    value = value.astype(jnp.float32)
+    squares = jnp.square(value)
+    total = jnp.sum(squares, axes)
+    return jnp.sqrt(total)[None]
 
 
 def _stretch(value: jax.Array, adapter: Adapter) -> jax.Array:
@@ -92,12 +165,23 @@ def _stretch(value: jax.Array, adapter: Adapter) -> jax.Array:
 
     The length that divides takes no gradient. It is summed up by parts, for which no a b is made.
     """
-    value, fixed = jax.lax.stop_gradient((value, adapter))
-    a, b = adapter_matrices(fixed, jnp.float32)
-    b = b.reshape(len(b), -1) * adapter.scale
-    exact = functools.partial(jnp.matmul, precision="highest")
-    of_base = jnp.sum(jnp.square(value.astype(jnp.float32)), 0)
-    crossed = jnp.sum(exact(a.T, value.astype(jnp.float32)) * b, 0)
-    of_adapter = jnp.sum(exact(exact(a.T, a), b) * b, 0)
-    squares = adapter.split.psum(of_base + 2 * crossed + of_adapter, "tp")
-    return adapter.magnitude.astype(jnp.float32).reshape(-1) * jax.lax.rsqrt(squares)
+    value, held = jax.lax.stop_gradient((value, adapter))
+    value = value.astype(jnp.float32)
+    a, b = held.matrices(jnp.float32)
+    rank = len(b)
+    b = adapter.scale * b
+    b = b.reshape(rank, -1)
+    to_base = _exact_dot(a.T, value)
+    to_itself = _exact_dot(_exact_dot(a.T, a), b)
+    added = 2 * to_base + to_itself
+    squares = jnp.sum(jnp.square(value), 0)
+    squares += jnp.sum(added * b, 0)
+    squares = adapter.split.psum(squares, "tp")
+    wanted = adapter.magnitude.reshape(-1)
+    wanted = wanted.astype(jnp.float32)
+    return wanted * jax.lax.rsqrt(squares)
+
+
+def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of two fp32 matrices, not rounded to the GPU's shorter fp32."""
+    return jnp.dot(a, b, precision=_EXACT)

@@ -57,9 +57,10 @@ PADDED_ROWS = Documents(most=2, padded=True)
 class Training:
     """The parts of training's forward pass that other passes do without.
 
-    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on.
+    dropout: whether dropout, the jitter of routers, Sinkhorn's routing and noise are on.
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in evaluation, too.
         Generation sees a part of a sequence at a time, and drops nothing.
+    neftune_alpha: of the noise on embeddings (`train.neftune_alpha`).
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     temperature: what logits are divided by in losses and scores of tokens.
     loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
@@ -69,6 +70,7 @@ class Training:
 
     dropout: bool = False
     capacity: bool = False
+    neftune_alpha: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0

@@ -26,7 +26,7 @@ def dropout(
     def keep(key: jax.Array) -> jax.Array:
         return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
 
-    mask = _of_each_token(keep, tokens, ctx, salt)
+    mask = drawn_for_tokens(keep, tokens, ctx, salt)
     return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -40,10 +40,10 @@ def jitter(
     def factors(key: jax.Array) -> jax.Array:
         return jax.random.uniform(key, x.shape[2:], minval=1 - most, maxval=1 + most)
 
-    return (x * _of_each_token(factors, tokens, ctx, salt)).astype(x.dtype)
+    return (x * drawn_for_tokens(factors, tokens, ctx, salt)).astype(x.dtype)
 
 
-def _of_each_token(
+def drawn_for_tokens(
     draw: Callable[[jax.Array], jax.Array],
     tokens: Tokens,
     ctx: Context,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.models.base.adapted import join_adapters
+from mjax.models.base.adapter import TokenPlaces
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.spec import ParamSpec, is_spec
 
@@ -126,14 +127,22 @@ class Definition:
     graph: nnx.GraphDef
     specs: dict
 
-    def bind(self, params: dict, parallel: Parallel = LOCAL) -> nnx.Module:
+    @property
+    def drops_out(self) -> bool:
+        """Whether an adapter of it has dropout."""
+        return any(spec.dropout for spec in jax.tree.leaves(self.specs, is_leaf=is_spec))
+
+    def bind(
+        self, params: dict, parallel: Parallel = LOCAL, places: TokenPlaces | None = None
+    ) -> nnx.Module:
         """The module with these parameters. Use it while tracing only.
 
         Entries of `params` that `specs` does not declare are left out. Adapters join the weights
-        that they are beside; `parallel` is the mesh that both are cut over.
+        that they are beside. `parallel` is the mesh that both are cut over, `places` those of
+        tokens if adapters drop out.
         """
         declared = {name: params[name] for name in self.specs}
-        weights, specs = join_adapters(declared, self.specs, parallel)
+        weights, specs = join_adapters(declared, self.specs, parallel, places)
         return nnx.merge(self.graph, state_from(weights, specs))
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.fp8.recipe import Recipe
-from mjax.kernels.matmul.nf4 import Nf4, dequantize, nf4_matmul
+from mjax.kernels.nf4.values import Nf4, dequantize, nf4_matmul
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
 from mjax.sharding.collectives import LOCAL, Parallel
 
@@ -65,11 +65,15 @@ class Weight:
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
+        value = take(self.value)
         adapter = self.adapter
-        if adapter is not None:
-            length = None if adapter.magnitude is None else take(adapter.magnitude)
-            adapter = replace(adapter, b=take(adapter.b), magnitude=length)
-        return replace(self, value=take(self.value), adapter=adapter)
+        if adapter is None:
+            return replace(self, value=value)
+        length = adapter.magnitude
+        if length is not None:
+            length = take(length)
+        adapter = replace(adapter, b=take(adapter.b), magnitude=length)
+        return replace(self, value=value, adapter=adapter)
 
 
 # A parameter as the model reads it: a matmul's weight, or a table, norm or bias.
@@ -116,14 +120,18 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
 
 def _matmul_nf4(x: jax.Array, w: Weight) -> jax.Array:
     """`matmul` by a weight in NF4, which takes no gradient."""
-    inputs, outputs = w.value.shape[: w.inputs], w.value.shape[w.inputs :]
-    rows = x.reshape(-1, math.prod(inputs))
-    y = nf4_matmul(rows, w.value).reshape(-1, *outputs)
-    if w.adapter is not None:
+    coded, adapter = w.value, w.adapter
+    outputs = coded.shape[w.inputs :]
+    width = math.prod(coded.shape[: w.inputs])
+    rows = x.reshape(-1, width)
+    y = nf4_matmul(rows, coded)
+    y = y.reshape(-1, *outputs)
+    if adapter is not None:
         value = None
-        if w.adapter.magnitude is not None:
-            value = plain_value(w, x.dtype).reshape(rows.shape[1], -1)
-        y = add_product(y, rows, value, w.adapter)
+        if adapter.magnitude is not None:
+            value = plain_value(w, x.dtype)
+            value = value.reshape(width, -1)
+        y = add_product(y, rows, value, adapter)
     lead = x.shape[: x.ndim - w.inputs]
     return y.reshape(*lead, *outputs)
 
@@ -193,7 +201,7 @@ _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
 def plain_value(w: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The value as an array; of a weight in NF4 in `dtype`."""
+    """The value as an array; of a weight in NF4 in `dtype`, for what may be under `vmap`."""
     return dequantize(w.value, dtype) if w.in_nf4 else w.value
 
 

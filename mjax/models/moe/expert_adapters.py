@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
-from mjax.models.base.adapter import Adapter, adapter_matrices
-from mjax.models.base.weight import Weight, value_with_adapter
+from mjax.models.base.adapter import Adapter
+from mjax.models.base.weight import Weight, plain_value, value_with_adapter
 from mjax.models.moe.dispatch import Dispatch, gates_of_rows, rows_of_tokens, sums_of_rows
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_up
@@ -19,10 +19,13 @@ from mjax.models.moe.expert_matmuls import multiply_up
 
 def adapter_up(expert: Expert, x: jax.Array, adapter: Adapter, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the adapters' part of `multiply_up`, of tokens x [T, D]."""
-    a, b = _of_experts(adapter, x.dtype)
-    low = multiply_up(expert, x, Weight(a), dispatch) * adapter.scale
-    outputs = b.shape[2:]
-    y = _grouped(expert.kernel, low, b.reshape(*b.shape[:2], -1), dispatch.sizes)
+    a, b = _matrices_of_experts(adapter, x)
+    experts, rank, *outputs = b.shape
+    first = Weight(a)
+    low = multiply_up(expert, x, first, dispatch)
+    low = adapter.scale * low
+    matrices = b.reshape(experts, rank, -1)
+    y = _grouped(expert.kernel, low, matrices, dispatch.sizes)
     return y.reshape(-1, *outputs)
 
 
@@ -30,22 +33,33 @@ def adapter_down(
     expert: Expert, h: jax.Array, gates: jax.Array, adapter: Adapter, dispatch: Dispatch
 ) -> jax.Array:
     """[T, D]: the adapters' part of `multiply_down`."""
-    a, b = _of_experts(adapter, h.dtype)
-    rows = expert.weighted(h, gates_of_rows(gates, dispatch))
-    low = _grouped(expert.kernel, rows, a, dispatch.sizes) * adapter.scale
-    return _sums(_grouped(expert.kernel, low, b, dispatch.sizes), dispatch)
+    a, b = _matrices_of_experts(adapter, h)
+    of_rows = gates_of_rows(gates, dispatch)
+    rows = expert.weighted(h, of_rows)
+    low = _grouped(expert.kernel, rows, a, dispatch.sizes)
+    low = adapter.scale * low
+    y = _grouped(expert.kernel, low, b, dispatch.sizes)
+    return _sums_of_pairs(y, dispatch)
 
 
 def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
     """The values [E, ..] of experts' weights with their adapters added; from NF4 in `dtype`."""
     if w.adapter is None:
-        return value_with_adapter(w, dtype)
-    return jax.vmap(lambda one: value_with_adapter(one, dtype))(w)
+        return plain_value(w, dtype)
+
+    def of_one(one: Weight) -> jax.Array:
+        return value_with_adapter(one, dtype)
+
+    return jax.vmap(of_one)(w)
 
 
-def _of_experts(adapter: Adapter, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """a [E, inputs, R] and b [E, R, *outputs] of all experts."""
-    return jax.vmap(lambda one: adapter_matrices(one, dtype))(adapter)
+def _matrices_of_experts(adapter: Adapter, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """a [E, inputs, R] and b [E, R, *outputs] of all experts, in the dtype of `like`."""
+
+    def of_one(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
+        return adapter.matrices(like.dtype)
+
+    return jax.vmap(of_one)(adapter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -55,24 +69,33 @@ def _grouped(kernel: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.A
 
 
 def _grouped_forward(kernel, x, w, sizes):
-    return _grouped(kernel, x, w, sizes), (x, w, sizes)
+    y = grouped_matmul(x, w, sizes, kernel)
+    return y, (x, w, sizes)
 
 
 def _grouped_backward(kernel, saved, g):
     x, w, sizes = saved
     dx = grouped_matmul(g, w, sizes, kernel, transposed=True)
-    return dx, grouped_weight_gradient(x, g, sizes, None, kernel), None
+    dw = grouped_weight_gradient(x, g, sizes, None, kernel)
+    return dx, dw, None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 @jax.custom_vjp
-def _sums(rows: jax.Array, dispatch: Dispatch) -> jax.Array:
+def _sums_of_pairs(rows: jax.Array, dispatch: Dispatch) -> jax.Array:
     return sums_of_rows(rows, dispatch)
 
 
-_sums.defvjp(
-    lambda rows, dispatch: (sums_of_rows(rows, dispatch), dispatch),
-    lambda dispatch, g: (rows_of_tokens(g, dispatch), None),
-)
+def _sums_of_pairs_forward(rows, dispatch):
+    sums = sums_of_rows(rows, dispatch)
+    return sums, dispatch
+
+
+def _sums_of_pairs_backward(dispatch, g):
+    rows = rows_of_tokens(g, dispatch)
+    return rows, None
+
+
+_sums_of_pairs.defvjp(_sums_of_pairs_forward, _sums_of_pairs_backward)

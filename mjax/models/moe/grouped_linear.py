@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
-from mjax.models.base.weight import Weight, plain_value
+from mjax.kernels.nf4.values import read
+from mjax.models.base.weight import Weight
 
 
 def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -14,7 +15,8 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
     One in NF4 is read in `dtype`.
     """
-    return plain_value(w, dtype).reshape(*w.value.shape[:2], -1)
+    value = read(w.value, dtype) if w.in_nf4 else w.value
+    return value.reshape(*w.value.shape[:2], -1)
 
 
 def weight_cotangent(

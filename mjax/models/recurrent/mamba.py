@@ -117,8 +117,13 @@ class Mamba(RecurrentMixer):
         self, x: jax.Array, inputs: BranchInputs, cache: RecurrentCache | None = None
     ) -> BranchOutput:
         ctx = inputs.ctx
-        bc = weight_of(self.bc).of_outputs(lambda w: self._own_groups(w, 2, ctx.parallel))
-        zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
+
+        def own(w: jax.Array) -> jax.Array:
+            return self._own_groups(w, 2, ctx.parallel)
+
+        bc = weight_of(self.bc).of_outputs(own)
+        weights = weight_of(self.inner), bc, weight_of(self.dt)
+        zx, bc, dt = column(x, weights, ctx)
         zx, bc, dt = self._scaled_parts(zx, bc, dt)
         z, x = _of_pair(zx)
         rates = (self._steps(dt),)

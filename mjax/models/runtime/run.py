@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from mjax.config.languages.layer_pattern import stream_of
 from mjax.models.base.activation_statistics import nothing_seen, see_activations
+from mjax.models.base.adapter import TokenPlaces
 from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
@@ -20,6 +22,8 @@ from mjax.models.base.streams import Activation, Statistics, join_loads, split_l
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
+
+ADAPTER_SALT = 2**31 - 1  # of the draws of adapters' dropout, beside those of layers (`block.py`)
 
 # The caches of a model, one for each layer; None: it has none.
 Caches = list[LayerCache | None]
@@ -182,7 +186,9 @@ class Layers:
         if row is not None:
             weights = jax.tree.map(lambda w: w[row], weights)
         carry, weights = self.enter(plan, carry, weights)
-        block = self.blocks[plan.stack].bind(weights, self.ctx.parallel)
+        definition, parallel = self.blocks[plan.stack], self.ctx.of(stream_of(kind)).parallel
+        places = self._token_places(definition.drops_out, kind, call)
+        block = definition.bind(weights, parallel, places)
         output = block(
             carry.x,
             call.inputs.tokens,
@@ -197,6 +203,15 @@ class Layers:
             seen = see_activations(output.y, kind, call.number, self.ctx.probe.layers[0])
             statistics = _add_found(statistics, seen)
         return replace(carry, x=output.y, statistics=statistics), output.cache
+
+    def _token_places(self, drops: bool, kind: str, call: LayerCall) -> TokenPlaces | None:
+        """The places of a layer's tokens, which key dropout; None where no adapter `drops` out."""
+        tokens = call.inputs.tokens.of(stream_of(kind))
+        if not drops or tokens is None or tokens.key is None or not self.ctx.training.dropout:
+            return None
+        key = jax.random.fold_in(tokens.key, ADAPTER_SALT)
+        key = jax.random.fold_in(key, call.number)
+        return TokenPlaces(key, tokens.rows, tokens.columns)
 
     def enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
         """The input of a layer, and its weights as matmuls read them."""

@@ -76,7 +76,8 @@ class TrainingLayers(Layers):
             if not is_weight(w):
                 return where.gather(w)
             if execution.overlap:
-                value = where.gather_low(w.value, where.spec.dtype(execution.compute))
+                dtype = where.spec.dtype(execution.compute)
+                value = where.gather_low(w.value, dtype)
             else:
                 value = where.gather(w.value)
             return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))

@@ -18,9 +18,14 @@ from mjax.sharding.processes.agreement import largest_of_all
 
 # What a process may have to say after a step; all act on the largest.
 GO_ON, SAVE_FAILED, TIME_IS_UP, SIGNALED, TAKEN_OVER = range(5)
+NO_BETTER = 5  # of an evaluation, which all processes know
 # Slurm sends SIGTERM at the end, or what --signal names before; a closed terminal SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALED: "a stop signal was received"}
+REASONS = {
+    TIME_IS_UP: "train.max_minutes is over",
+    SIGNALED: "a stop signal was received",
+    NO_BETTER: "the held-out loss has not fallen in train.early_stop evaluations",
+}
 
 
 class Stopper:

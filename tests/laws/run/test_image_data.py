@@ -22,6 +22,7 @@ from mjax.data.multimodal.decoders import Decoders, decoders
 from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.data.multimodal.pixels import decode_image, norm_image
 from mjax.errors import UserError
+from mjax.post.sft import main as sft
 from tests.batches import stream_hash
 from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
@@ -211,11 +212,54 @@ def test_conversations_have_their_loss_on_answers(tmp_path):
     assert rows[0]["loss_mask"].sum() == 8 and list(tokens).count(257) == 8
 
 
+def test_an_answer_of_weight_0_is_read_and_not_trained_on(tmp_path):
+    name, said = chat_tokenizer(tmp_path), [("user", "<image>"), ("assistant", "one")] * 2
+    messages = [{"role": role, "content": text} for role, text in said]
+    messages[1]["weight"], messages[3]["content"] = 0, "two"
+    path = write(tmp_path, "lines", [{"images": [encoded(1), encoded(2)], "messages": messages}])
+    cfg = config(LLAVA, path, f"data.tokenizer={name}", "data.seq_length=40")
+    tokenizer = load_tokenizer(name)
+    batch = ImageTextDataset(path, "train", [1, 0, 0], None, cfg, tokenizer).batch([0])
+    learned = batch["labels"][0][batch["loss_mask"][0] > 0]
+    assert tokenizer.decode(learned) == "two" and learned[-1] == tokenizer.eod_id
+    assert "one" in tokenizer.decode([i for i in batch["tokens"][0] if i < 257])
+
+
+@slow
+def test_a_model_with_images_is_fine_tuned_on_conversations(tmp_path, monkeypatch):
+    name = chat_tokenizer(tmp_path)
+    samples = [
+        {
+            "images": [encoded(n)],
+            "messages": [
+                {"role": "user", "content": "<image>?"},
+                {"role": "assistant", "content": "ab"},
+            ],
+        }
+        for n in range(4)
+    ]
+    path = write(tmp_path, "lines", samples)
+    keys = [f"data.images.path={path}", f"data.tokenizer={name}", f"run.dir={tmp_path / 'run'}"]
+    keys += ["train.steps=8", "train.global_batch_size=8", "schedule.lr=0.03"]
+    keys += ["data.split=[1,0,0]", "checkpoint.interval=null", "precision.compute=float32"]
+    keys += ["data.seq_length=24", "log.interval=1", "train.micro_batch_size=1"]
+    monkeypatch.setattr(sys, "argv", ["sft", *LLAVA, *keys])
+    assert sft() == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+
+
 @pytest.mark.parametrize(
     "template, sample, said",
     [
         (TEMPLATE, {"messages": [{"role": "user"}]}, r"x.jsonl:1: not .*\('content'\)"),
         (TEMPLATE, {"messages": [{"role": "user", "content": "a"}]}, "the assistant says nothing"),
+        (
+            TEMPLATE,
+            {"messages": [{"role": "assistant", "content": "a", "weight": 2}]},
+            "weight 2, not 0 or 1",
+        ),
         ("{{ messages | length }}", {"conversations": [{"from": "gpt", "value": "b"}]}, "rewrites"),
     ],
 )

@@ -9,17 +9,18 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
+from mjax.kernels.nf4.parameters import codes_of, is_magnitude, value_of_base
 from mjax.models.base.adapted import is_of_adapter
-from mjax.models.base.nf4_base import codes_of, is_of_nf4, value_of_base
 from mjax.pipeline.storage import canonical_abstract, from_canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from tests.laws.training.test_lora import PLAIN, RANK, ROWS, UNROLLED, moments, start
-from tests.marks import quick
+from tests.marks import quick, slow
 
 NF4 = "lora.base=nf4"
 # Blocks of 64 inputs, on two devices of tp, too.
 WIDE = "model.hidden_size=64", "model.intermediate_size=128", "model.attention.head_dim=16"
+TWO_LAYERS = ("model.num_hidden_layers=2",)
 KV_HEADS = "model.attention.num_key_value_heads=4"
 OF_EXPERTS = "model.moe.moe_intermediate_size=128"
 
@@ -38,7 +39,7 @@ def begin_at(trainer: Trainer, params: dict) -> None:
 def dequantized(params: dict, specs: dict) -> dict:
     """Canonical parameters with the values of weights in NF4 in the place of their codes."""
     flat, codes = flatten_dict(params), codes_of(specs)
-    values = {p: x for p, x in flat.items() if not is_of_nf4(p)}
+    values = {p: x for p, x in flat.items() if not is_magnitude(p)}
     for path, spec in codes.items():
         values[path] = value_of_base(flat, path, spec)
     return unflatten_dict(values)
@@ -65,9 +66,7 @@ def base_of_run(params: dict) -> dict:
             ("dense", (UNROLLED, "train.remat=none", "lora.dora=true")),
             ("experts", ("train.experts=xla",)),
             ("experts", ("train.experts=loop", UNROLLED)),
-        ],
-        0,
-        2,
+        ]
     ),
 )
 def test_a_step_is_that_on_the_dequantized_weights(feature, keys):
@@ -109,9 +108,8 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
 
 
 def written_weights(folder, *keys: str) -> str:
-    """A run of one step without adapters, whose weights others start from."""
-    run = make_trainer("dense", Cell(), *WIDE, f"run.dir={folder}", *keys)
-    run.step(make_batch(ROWS))
+    """A run without adapters, whose weights others start from."""
+    run = make_trainer("dense", Cell(), *WIDE, *TWO_LAYERS, f"run.dir={folder}", *keys)
     run.save()
     run.store.wait()
     return f"checkpoint.init_from={folder}"
@@ -120,15 +118,22 @@ def written_weights(folder, *keys: str) -> str:
 PISSA = "lora.init=pissa"
 
 
-@pytest.mark.parametrize("keys", quick([((NF4, PISSA),), ((NF4,),), ((PISSA,),)], 0))
+@pytest.mark.parametrize("keys", quick([((NF4, PISSA),), ((NF4,),), ((PISSA,),)]))
 def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys):
-    keys = *WIDE, RANK, *keys, written_weights(tmp_path / "base"), f"run.dir={tmp_path / 'run'}"
-    cells = Cell(), Cell({"dp": 2, "tp": 2}, 3, 2), Cell({"pp": 2, "dp": 2}, 1, 2)
-    one, cut, resumed = (make_trainer("dense", cell, *keys) for cell in cells)
-    for trainer in (one, cut):
+    keys = (
+        *WIDE,
+        *TWO_LAYERS,
+        RANK,
+        *keys,
+        written_weights(tmp_path / "base"),
+        f"run.dir={tmp_path / 'run'}",
+    )
+    cells = Cell(), Cell({"dp": 2, "tp": 2}, 3, 2)
+    resumed, cut = (make_trainer("dense", cell, *keys) for cell in cells)
+    for trainer in (resumed, cut):
         trainer._start(trainer.checkpoints.start_params()[0])
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((one.params(), cut.params())))
-    begun = jax.device_get(one.params())
+    begun = jax.device_get(resumed.params())
+    jax.tree.map(np.testing.assert_array_equal, begun, jax.device_get(cut.params()))
     for _ in range(3):
         cut.step(make_batch(ROWS))
     cut.save()
@@ -139,11 +144,12 @@ def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys):
     jax.tree.map(np.testing.assert_array_equal, base_of_run(begun), base_of_run(same[0]))
 
 
+@slow
 def test_principal_parts_add_up_to_the_weights(tmp_path):
     """The first step of PiSSA is that of the weights, and of their adapters each takes a part."""
     given = written_weights(tmp_path)
     plain, pissa = (
-        make_trainer("dense", Cell(), *PLAIN, *WIDE, RANK, given, f"lora.init={init}")
+        make_trainer("dense", Cell(), *PLAIN, *WIDE, *TWO_LAYERS, RANK, given, f"lora.init={init}")
         for init in ("zero", "pissa")
     )
     for trainer in (plain, pissa):

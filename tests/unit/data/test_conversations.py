@@ -248,6 +248,7 @@ NO_END = CHATML.replace("<|im_end|>", "")
         (CHATML + "{% generation %}{% endgeneration %}", "answers=all", "marks no answer"),
         (MARKED.replace("m.role == 'assistant'", "false"), "answers=last", "no token to train on"),
         (NO_END, "answers=all", "never learn to stop"),
+        (NO_END.replace("{% endfor %}", "\n\n{% endfor %}"), "answers=all", "never learn to stop"),
         (MARKED.replace("<|im_end|>{% endgen", "{% endgen"), "answers=all", "never learn to stop"),
         ("<s>" + MARKED, "answers=all", "two BOS"),
         ("{% for", "answers=all", "cannot render"),

@@ -138,6 +138,8 @@ TABLE = [
     ("adam_row", "float32", BIG, CPU, {}, "xla", NO_GPU),
     ("adam_row", "float32", BIG, GPU, {}, "triton", "where it lies"),
     ("adam_row", "float32", BIG, BARE, {}, "xla", "pip install"),
+    ("nf4", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
+    ("nf4", "bfloat16", BIG, GPU, {}, "triton", "once for its block"),
     ("causal_conv", "bfloat16", BIG, CPU, {"taps": 4}, "xla", NO_GPU),
     ("causal_conv", "bfloat16", BIG, GPU, {"taps": 4}, "triton", "one pass"),
     ("causal_conv", "bfloat16", BIG, BARE, {"taps": 4}, "xla", "pip install"),
@@ -203,6 +205,7 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"})  # no block calls it yet
+    # No block calls grouped_matmul yet, and nf4 is for adapters only.
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4"})
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")

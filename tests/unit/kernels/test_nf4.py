@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.matmul import nf4
-from mjax.kernels.matmul.nf4 import Nf4
+from mjax.kernels.nf4 import values as nf4
+from mjax.kernels.nf4.values import Nf4
 from mjax.sharding.collectives import Parallel
+from tests.devices import GPU, choose_for
+from tests.triton_interpreter import interpret
 
 F32 = jnp.dtype(jnp.float32)
 quantize = jax.jit(nf4.quantize, static_argnames=("lead", "inputs", "paired"))
@@ -84,6 +86,16 @@ def test_a_part_reads_as_the_whole():
 
         read_all = jax.vmap(read, axis_name="tp")
         assert_same(jnp.concatenate(read_all(*parts), axis), values)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_reads_the_same_values(monkeypatch, dtype):
+    w = quantize(drawn(2, 128, 2, 300), lead=1, inputs=1, paired=True)
+    expected = dequantize(w, jnp.dtype(dtype))
+    choose_for(monkeypatch, GPU, "nf4")
+    used = interpret(monkeypatch)
+    assert_same(nf4.read(w, jnp.dtype(dtype)), expected)
+    assert used == ["read_codes"]
 
 
 def test_the_mean_is_rounded_once():

@@ -1,6 +1,6 @@
 """Adapters that start as the largest part of their weights: PiSSA (arXiv 2404.02948).
 
-Of W = U S V, the adapter takes the r largest singular values: a = U_r sqrt(S_r / scale) and
+For W = U S V, the adapter takes the r largest singular values: a = U_r sqrt(S_r / scale) and
 b = sqrt(S_r / scale) V_r. The base keeps W - scale a b. So the first product is that of W, but for
 the rounding of the base.
 """

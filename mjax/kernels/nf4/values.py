@@ -21,10 +21,14 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from mjax.kernels.base.chooser import choose
+from mjax.kernels.base.triton_call import triton_call
 from mjax.sharding.collectives import LOCAL, Parallel
 
 BLOCK = 64  # weights that share a magnitude
 GROUP = 256  # magnitudes that share a scale
+
+TILE, WARPS = 128, 4  # outputs of a program of the kernel, and its warps
 
 LEVELS = np.float32(
     [
@@ -188,18 +192,42 @@ def dequantize(w: Nf4, dtype: jnp.dtype) -> jax.Array:
 
     It takes two passes, one over magnitudes and one over codes.
     """
-    shape = w.shape
-    outputs = math.prod(shape[w.lead + w.inputs :])
+    codes, magnitudes = _blocks(w)
+    low_half = lax.broadcasted_iota(jnp.uint8, (2, 1), 0)
+    codes = (codes[:, :, None] >> (4 - 4 * low_half)) & 15
+    values = jnp.asarray(LEVELS)[codes] * magnitudes[:, None, None]
+    return values.astype(dtype).reshape(w.shape)
+
+
+def read(w: Nf4, dtype: jnp.dtype) -> jax.Array:
+    """`dequantize` by a kernel where there is one, through which no `vmap` passes."""
+    if choose("nf4", dtype, w.codes.shape).name != "triton":
+        return dequantize(w, dtype)
+    from mjax.kernels.nf4.values_triton import read_codes as kernel
+
+    codes, magnitudes = _blocks(w)
+    blocks, outputs = magnitudes.shape
+    (values,) = triton_call(
+        kernel,
+        [codes, magnitudes, jnp.asarray(LEVELS)],
+        [jax.ShapeDtypeStruct((blocks, BLOCK, outputs), dtype)],
+        programs=blocks * -(-outputs // TILE),
+        warps=WARPS,
+        OUTPUTS=outputs,
+        TILE=TILE,
+        HALF=BLOCK // 2,
+    )
+    return values.reshape(w.shape)
+
+
+def _blocks(w: Nf4) -> tuple[jax.Array, jax.Array]:
+    """The codes [blocks, 32, outputs] and magnitudes fp32 [blocks, outputs] of all matrices."""
     products, offset = _magnitudes(w)
     # Without the barrier a compiler may round product and sum once, which bitsandbytes does twice.
-    products = lax.optimization_barrier(products)
-    codes = w.codes.reshape(-1, products.shape[1], BLOCK // 2, 1, outputs)
-    low_half = lax.broadcasted_iota(jnp.uint8, (2, 1), 0)
-    codes = (codes >> (4 - 4 * low_half)) & 15
-    values = jnp.asarray(LEVELS)[codes]
-    magnitudes = products + offset
-    values = values * magnitudes[:, :, None, None]
-    return values.astype(dtype).reshape(shape)
+    magnitudes = lax.optimization_barrier(products) + offset
+    outputs = magnitudes.shape[-1]
+    codes = w.codes.reshape(-1, BLOCK // 2, outputs)
+    return codes, magnitudes.reshape(-1, outputs)
 
 
 def _magnitudes(w: Nf4) -> tuple[jax.Array, jax.Array]:
@@ -245,4 +273,4 @@ nf4_matmul.defvjp(_nf4_forward, _nf4_backward)
 
 
 def _matrix(w: Nf4, dtype: jnp.dtype) -> jax.Array:
-    return dequantize(w, dtype).reshape(math.prod(w.shape[: w.inputs]), -1)
+    return read(w, dtype).reshape(math.prod(w.shape[: w.inputs]), -1)

@@ -1,0 +1,42 @@
+"""The keys of adapters, group `lora` of the config."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mjax.config.languages.paths import PathText
+from mjax.config.schema.base import Group
+from mjax.config.schema.sizes import UpTo20
+
+
+class LoraConfig(Group):
+    """Low-rank adapters (LoRA) beside weights that stay as they are (docs/train/fine-tuning.md)."""
+
+    rank: UpTo20 = Field(0, ge=0)
+    """Rank of each adapter; 0: no adapters, all weights are trained."""
+    alpha: float = Field(16.0, gt=0)
+    """Adapters are multiplied by alpha / rank."""
+    targets: list[str] = ["*"]
+    """Weights that get one: names of matmuls (q, kv, attn_proj, up, down, ..), names with * such as
+    dense.mlp.*, or the roles embedding and head; *: all matmuls of layers.
+    """
+    rank_pattern: dict[str, int] = {}
+    """Other ranks, by the same patterns; the first that matches counts."""
+    alpha_pattern: dict[str, float] = {}
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
+    dora: bool = False
+    """Train the length of each output's weights apart from their direction (arXiv 2402.09353)."""
+    init: Literal["zero", "gaussian", "pissa"] | PathText = "zero"
+    """First values: zero: b is 0, a uniform as PEFT's; gaussian: b is 0, a normal, 1 / rank its
+    deviation; pissa: the largest singular values of the weight, which the base loses (arXiv
+    2404.02948); else a folder of PEFT or a run, whose adapters are trained on.
+    """
+    base: Literal["compute", "nf4"] = "compute"
+    """How weights that are not trained are stored: in precision.compute; nf4: matmul weights of
+    layers in 4 bits, as by bitsandbytes with double quantization (QLoRA, arXiv 2305.14314).
+    """
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of what adapters read, in training."""
+    trained: list[str] = []
+    """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""

@@ -1,0 +1,1 @@
+"""Weights in 4 bits: how they are rounded, read and declared."""

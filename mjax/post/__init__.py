@@ -1,0 +1,1 @@
+"""Post-training: what follows pretraining, over the same loop, meshes and checkpoints."""
