@@ -53,7 +53,8 @@ def sum_of_part(part: np.ndarray, first: Sequence[int], shape: Sequence[int]) ->
         row = math.prod(small[axis + 1 :])
         small[axis] = max(1, min(small[axis], _IN_CACHE // max(row, 1)))
     for index in blocks(bits.shape, tuple(small)):
-        here = [s.start + begin for s, begin in zip(index, first, strict=True)]
+        starts = [s.start for s in index]
+        here = np.add(starts, first)
         with np.errstate(over="ignore"):  # sums are modulo 2^32
             total += int(mixed_sum(np, bits[index], here, shape))
     return total
