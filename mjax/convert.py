@@ -153,6 +153,8 @@ def _merge(args: argparse.Namespace) -> int:
     extras = read_side_files(args.base)
     if (args.base / "config.json").is_file():
         extras = side_files(source.cfg, args.base, dtype, source.unread())
+    elif dtype == "float16":
+        raise UserError("--dtype float16 is for bases in Hugging Face's format; take bfloat16")
     extras.pop(RECORD, None)
     write_merged(args.base, args.adapter, args.out, source, dtype, extras)
     print(f"{args.out}: {args.base} with the adapters in {args.adapter}, as {dtype}")

@@ -3,6 +3,7 @@
 It is that which a run with adapters records of its base, whatever the base's format.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -12,6 +13,8 @@ from mjax.checkpoint.base.base_digest import bits_dtype, digest_of, mixed_sum
 from mjax.checkpoint.base.source import Index, Source, block_shape, blocks, run_all
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.sharding.spec import ParamSpec
+
+_IN_CACHE = 2**16  # numbers that are mixed at a time: five times as fast as blocks of a source
 
 
 def digest_of_source(source: Source, specs: Mapping[Leaf, ParamSpec]) -> str:
@@ -45,5 +48,13 @@ def _sum_of_block(source: Source, path: Leaf, spec: ParamSpec, index: Index) -> 
 def sum_of_part(part: np.ndarray, first: Sequence[int], shape: Sequence[int]) -> int:
     """The sum of a part of a parameter of `shape`, whose first element is `first`."""
     bits = np.ascontiguousarray(part).view(bits_dtype(part.dtype.itemsize))
-    with np.errstate(over="ignore"):  # sums are modulo 2^32
-        return int(mixed_sum(np, bits, first, shape))
+    small, total = list(bits.shape), 0
+    for axis in range(len(small)):
+        row = math.prod(small[axis + 1 :])
+        small[axis] = max(1, min(small[axis], _IN_CACHE // max(row, 1)))
+    for index in blocks(bits.shape, tuple(small)):
+        starts = [s.start for s in index]
+        here = np.add(starts, first)
+        with np.errstate(over="ignore"):  # sums are modulo 2^32
+            total += int(mixed_sum(np, bits[index], here, shape))
+    return total

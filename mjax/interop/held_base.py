@@ -5,6 +5,7 @@ Invariant: at most a few matrices are computed anew at a time.
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ class HeldBase:
         lead = self.specs[path].lead
         rows = [range(s.start, s.stop) for s in index[:lead]]
         parts = []
-        for offset in np.ndindex(*map(len, rows)):
-            at = tuple(row[i] for row, i in zip(rows, offset, strict=True))
-            matrix = self._matrix(path, at).value.squeeze(tuple(range(lead)))
+        for at in itertools.product(*rows):
+            matrix = self._matrix(path, at).value
+            matrix = matrix.squeeze(tuple(range(lead)))
             parts.append(matrix[index[lead:]])
-        return np.stack(parts).reshape(*map(len, rows), *parts[0].shape)
+        leading = map(len, rows)
+        return np.stack(parts).reshape(*leading, *parts[0].shape)
 
     def digest(self) -> str:
         """The digest of the base; reads it all."""
@@ -96,7 +98,7 @@ class HeldBase:
             spec = self.specs[path]
             for at in np.ndindex(spec.shape[: spec.lead]):
                 for name, array in self._matrix(path, at).stored.items():
-                    first = (*at, *(0,) * (array.ndim - len(at)))
+                    first = [*at] + [0] * (array.ndim - len(at))
                     sums[name] += sum_of_part(array, first, self.specs[name].shape)
         return digest_of(sums)
 

@@ -29,7 +29,7 @@ def source_of(path: str | Path) -> Source:
     """
     require_files(path)
     path = Path(path)
-    if (path / ADAPTER_CONFIG).is_file():
+    if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
         base = source_of(named_base(path, read_adapter_config(path).base))
         return adapted_source(path, base)
     if (path / "config.json").is_file():

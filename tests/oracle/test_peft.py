@@ -13,10 +13,11 @@ from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.peft.adapter_writer import write_adapter
+from mjax.interop.peft.modules import modules_of, with_family
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from tests.adapters import drawn_adapters, of_matmuls
-from tests.marks import slow
+from tests.marks import quick, slow
 from tests.oracle.families import MODELS, make
 
 peft = pytest.importorskip("peft")
@@ -104,6 +105,42 @@ def test_what_peft_writes_is_merged(name, tmp_path):
     write_adapter(tmp_path / "again", cfg, specs, adapters)
     again = peft.PeftModel.from_pretrained(make(case), tmp_path / "again").eval()
     assert_near(logits_of(again), logits_of(adapted))
+
+
+_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+_IMAGES = dict(_SIZES, image_size=16, patch_size=8)
+_TOWER = dict(_IMAGES, projection_dim=16)
+_TEXT = dict(_SIZES, vocab_size=99, num_key_value_heads=2, max_position_embeddings=64)
+_TEXTS = dict(_SIZES, vocab_size=99, max_position_embeddings=32)
+OTHERS = {
+    "ViTForImageClassification": dict(_IMAGES, num_labels=7),
+    "LlavaForConditionalGeneration": dict(
+        vision_config=dict(_TOWER, model_type="clip_vision_model"),
+        text_config=dict(_TEXT, model_type="llama"),
+        image_token_index=98,
+    ),
+    "BertForMaskedLM": dict(_SIZES, vocab_size=99),
+    "CLIPModel": dict(
+        vision_config=_TOWER, text_config=dict(_TEXTS, projection_dim=16), projection_dim=16
+    ),
+    "SiglipModel": dict(vision_config=_IMAGES, text_config=dict(_TEXTS, projection_size=32)),
+    "T5ForConditionalGeneration": dict(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick(OTHERS, 0, 1))
+def test_modules_are_those_of_transformers(name, tmp_path):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**OTHERS[name]))
+    model.save_pretrained(tmp_path)
+    cfg = source_of(tmp_path).cfg
+    found = modules_of(with_family(cfg), definition_of(cfg).specs)
+    shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
+    for module in found.values():
+        shape = shapes[module.name if module.is_parameter else f"{module.name}.weight"]
+        assert shape[-2:] == (module.outputs, module.inputs) or module.role == "embedding"
 
 
 def make_base(case: str, tmp_path: Path):

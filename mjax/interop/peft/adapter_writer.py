@@ -78,7 +78,7 @@ def write_adapter(
         saved,
         {*modules, *names, *map(_module_of_tensor, names)},
         base_model_name_or_path=adapters.base,
-        task_type="CAUSAL_LM" if cfg.architecture.predicts == "tokens" else None,
+        task_type=_task_of(cfg),
         use_rslora=adapters.rslora,
         use_dora=adapters.dora,
         lora_dropout=0.0 if wrapped else adapters.dropout,
@@ -88,6 +88,14 @@ def write_adapter(
         entries = {name: (array.shape, array.dtype) for name, array in ordered.items()}
         write_file(temporary / ADAPTER_WEIGHTS, entries, lambda name: [ordered[name]])
         write_files(temporary, {**(extras or {}), ADAPTER_CONFIG: config})
+
+
+def _task_of(cfg: ModelConfig) -> str | None:
+    """PEFT's word for what a model does, if it has one."""
+    kind = cfg.architecture
+    if kind.reads_target:
+        return "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if kind.generates else None
 
 
 def _pair_of_module(

@@ -19,23 +19,31 @@ from mjax.sharding.spec import ParamSpec
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 _OLDER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _OF_LLAVA = (
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.model.", "model.language_model."),
-    ("vision_tower.vision_model.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-    ("image_newline", "model.image_newline"),
+    (r"^language_model\.lm_head", "lm_head"),
+    (r"^language_model\.model", "model.language_model"),
+    (r"^vision_tower\.vision_model", "model.vision_tower"),
+    (r"^multi_modal_projector", "model.multi_modal_projector"),
+    (r"^image_newline", "model.image_newline"),
 )
-# Replacements on names of files, by model_type.
+# Regular expressions on names of files and what replaces them, in order, by model_type.
 _RENAMED = {
-    "mixtral": ((".block_sparse_moe.", ".mlp."),),
-    "nemotron_h": (("backbone.", "model."),),
+    "mixtral": ((r"\.block_sparse_moe\.", ".mlp."),),
+    "nemotron_h": ((r"^backbone", "model"),),
     "granitemoehybrid": (
-        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
-        ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
-        ("block_sparse_moe.router.layer.", "block_sparse_moe.router."),
+        (r"(block_sparse_moe)\.input_linear\.weight$", r"\1.experts.gate_up_proj"),
+        (r"(block_sparse_moe)\.output_linear\.weight$", r"\1.experts.down_proj"),
+        (r"(block_sparse_moe\.router)\.layer\.", r"\1."),
     ),
     "llava": _OF_LLAVA,
     "llava_onevision": _OF_LLAVA,
+    "vit": (
+        (r"^vit\.encoder\.layer\.", "vit.layers."),
+        (r"\.attention\.(query|key|value)\.", r".\1_proj."),
+        (r"\.(\w)\w+_proj\.", r".\1_proj."),
+        (r"\.attention\.output\.dense\.", ".attention.o_proj."),
+        (r"\.intermediate\.dense\.", ".mlp.fc1."),
+        (r"\.output\.dense\.", ".mlp.fc2."),
+    ),
 }
 # In these models PEFT takes every module of these names for an expert of older files, and drops it.
 # As a parameter it is adapted all the same.
@@ -94,8 +102,7 @@ class Module:
 def in_memory(cfg: ModelConfig, tensor: str) -> str:
     """The name in transformers' model of a tensor of a file that is no expert's own."""
     for old, new in _RENAMED.get(cfg.model_type or "", ()):
-        tensor = new + tensor.removeprefix(old) if tensor.startswith(old) else tensor
-        tensor = tensor.replace(old, new) if old.startswith((".", "block")) else tensor
+        tensor = re.sub(old, new, tensor)
     return tensor
 
 

@@ -15,7 +15,7 @@ from mjax.checkpoint.base.source import Source, array_source, flat
 from mjax.config import load
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.interop.adapted_source import read_adapter_run, starting_arrays
+from mjax.interop.adapted_source import adapter_step, read_adapter_run, starting_arrays
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.merge import RECORD, extract
@@ -23,7 +23,6 @@ from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_values, is_of_adapter
-from mjax.prove import make_batch
 from mjax.run.resume import resume
 from mjax.train import Trainer
 from tests.marks import quick
@@ -49,14 +48,10 @@ LORA = ["lora.rank=3", "lora.alpha=5", "lora.trained=[final_norm.gain]", "schedu
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with base/, a Hugging Face folder, and run/, two steps of adapters on it."""
+    """A folder with base/, a Hugging Face folder, and run/, a step of adapters on it."""
     home = tmp_path_factory.mktemp("lora")
     write_base(home / "base")
-    trainer = trainer_at(home, f"run.dir={home}/run", f"checkpoint.init_from={home}/base", *LORA)
-    for seed in range(2):
-        trainer.step(make_batch(ROWS, seed))
-    trainer.save()
-    trainer.store.wait()
+    save_run(home)
     return home
 
 
@@ -74,6 +69,20 @@ def write_base(folder: Path, sizes: Sequence[str] = ()):
 def trainer_at(home: Path, *keys: str) -> Trainer:
     trainer = Trainer(load(None, [*MODEL, *keys]), devices=jax.devices()[:1])
     resume(trainer)
+    return trainer
+
+
+def save_run(home: Path, *keys: str) -> Trainer:
+    """Save a step of adapters on home/base, with nothing at zero, which no step has to compute."""
+    where = f"run.dir={home}/run", f"checkpoint.init_from={home}/base"
+    trainer = trainer_at(home, *where, *LORA, *keys)
+    params = flatten_dict(trainer.state["params"])
+    for path, array in params.items():
+        if is_of_adapter(path) or path == ("final_norm", "gain"):
+            params[path] = array + 0.05
+    trainer.state["params"] = unflatten_dict(params)
+    trainer.save()
+    trainer.store.wait()
     return trainer
 
 
@@ -121,13 +130,7 @@ def test_a_run_that_changed_its_base_is_weights_too(keys, tmp_path):
     """Its adapters, written for others, are for the weights that it began with."""
     sizes = [key for key in keys if key.startswith("model.")]
     cfg = write_base(tmp_path / "base", sizes)
-    run = f"run.dir={tmp_path}/run", f"checkpoint.init_from={tmp_path}/base"
-    trainer = trainer_at(tmp_path, *run, *LORA, *keys)
-    for path, array in flatten_dict(trainer.state["params"]).items():
-        if is_of_adapter(path):  # a step of other sizes, without its compilation
-            trainer.state["params"] = with_entry(trainer.state["params"], path, array + 0.05)
-    trainer.save()
-    trainer.store.wait()
+    trainer = save_run(tmp_path, *keys)
     found = require_weights_of(trainer, tmp_path / "run")
     if "lora.base=nf4" not in keys:
         extract(tmp_path / "run", tmp_path / "adapter")
@@ -139,10 +142,6 @@ def test_a_run_that_changed_its_base_is_weights_too(keys, tmp_path):
     with pytest.raises(UserError, match="its adapters were trained on other weights"):
         source_of(tmp_path / "run").check()
     assert cfg.hidden_size in found["dense", "attention", "q"].shape
-
-
-def with_entry(tree: dict, path: tuple[str, ...], entry: jax.Array) -> dict:
-    return unflatten_dict(flatten_dict(tree) | {path: entry})
 
 
 def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monkeypatch, capsys):
@@ -177,7 +176,7 @@ def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
 
 def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
     run_convert(monkeypatch, "extract", home / "run", tmp_path / "adapter")
-    run = read_adapter_run(home / "run" / "checkpoints" / "2")
+    run = read_adapter_run(adapter_step(home / "run"))
     back = read_adapter(tmp_path / "adapter", run.cfg, definition_of(run.cfg).specs)
     assert back.base == str(home / "base") and back.scales.keys() == run.adapters().scales.keys()
     for path, array in starting_arrays(back, run.specs).items():
@@ -239,7 +238,7 @@ def refused(monkeypatch, *argv: object) -> str:
 
 
 def test_a_step_holds_adapters_alone(home):
-    run = read_adapter_run(home / "run" / "checkpoints" / "2")
+    run = read_adapter_run(adapter_step(home / "run"))
     norm = ("final_norm", "gain")
     held = set(run.adapters().arrays)
     assert held == {path for path, spec in run.specs.items() if spec.is_trained}
