@@ -103,6 +103,9 @@ def print_exact_matches(
     model: Pretrained, dtype: str, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> None:
     """`mjax evaluate answers`: print some answers, then a line of JSON with the exact matches."""
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        sizes = f"--batch-size {args.batch_size} --max-new-tokens {args.max_new_tokens}"
+        raise UserError(f"{sizes}: give numbers from 1")
     template = chat_template_of(args.tokenizer or model.tokenizer_dir)
     questions = read_questions(args.file, args.limit, tokenizer, template)
     options = {"dtype": dtype, "tokenizer": tokenizer}

@@ -17,13 +17,14 @@ from mjax.run.command import train_command
 from mjax.run.monitor.log_writer import warn
 
 LEARNING_RATE = 2e-5
+OF_ADAPTERS = 10  # times that rate, where adapters are trained
 WARMUP = 0.03  # of the steps
 EVALUATIONS = 10  # of a run
 ABOUT = f"""
 Keys that are not set have other defaults than in mjax train:
   model                     that of the weights in checkpoint.init_from
   data.tokenizer            the tokenizer and chat template beside those weights
-  schedule.lr               {LEARNING_RATE:g}
+  schedule.lr               {LEARNING_RATE:g}, with lora.rank {OF_ADAPTERS} times that
   schedule.warmup_steps     {WARMUP:.0%} of train.steps
   optimizer.weight_decay    0
   train.eval_interval       a tenth of train.steps, if data is held out
@@ -60,8 +61,9 @@ def sft_defaults(tree: dict) -> dict:
     steps = _whole_number(tree, "train", "steps") or Config().train.steps
     decay_steps = _whole_number(tree, "schedule", "decay_steps") or steps
     warmup_steps = int(WARMUP * min(steps, decay_steps))
+    factor = OF_ADAPTERS if _whole_number(tree, "lora", "rank") else 1
     found = {
-        "schedule": {"lr": LEARNING_RATE, "warmup_steps": warmup_steps},
+        "schedule": {"lr": factor * LEARNING_RATE, "warmup_steps": warmup_steps},
         "optimizer": {"weight_decay": 0.0},
         "train": {},
         "checkpoint": {},

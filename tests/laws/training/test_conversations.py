@@ -25,9 +25,9 @@ def records(count: int, longest: int, seed: int = 0) -> list[dict]:
     return [turns(*texts[4 * n : 4 * n + rng.choice([2, 4])]) for n in range(count)]
 
 
-def epoch_gradients(folder, path: str, rows: str) -> tuple[int, dict]:
-    """(the columns of a batch with all conversations, its loss and its gradients)."""
-    keys = "data.seq_length=256", f"data.conversations.rows={rows}"
+def epoch_gradients(folder, path: str, rows: str, *more: str, devices: int = 1):
+    """(the shape of a batch with all conversations, its loss and its gradients)."""
+    keys = "data.seq_length=256", f"data.conversations.rows={rows}", *more
     cfg = chat_config(folder, path, *keys, "data.split=[1,0,0]")
     count = len(build_datasets(cfg, 1, 0)[0].rows.ranks)
     cfg = chat_config(
@@ -40,7 +40,7 @@ def epoch_gradients(folder, path: str, rows: str) -> tuple[int, dict]:
     )
     data, _ = build_datasets(cfg, count, 0)
     batch = data.global_batch(np.arange(count), slice(None))
-    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:devices]))
     trainer.init()
     loss, _, gradients = trainer.grads(batch)
     return batch["tokens"].shape, jax.device_get({"loss": loss, "gradients": gradients})
@@ -63,6 +63,26 @@ def test_packed_rows_have_the_gradients_of_single_conversations(rows, width, pac
     assert shape == (12, width)
     for a, b in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
+
+
+MESHES = [
+    ("mesh.dp=2", "mesh.tp=2", "mesh.cp=2", "mesh.zero=3"),
+    ("mesh.pp=2", "mesh.dp=2", "mesh.cp=2", "mesh.zero=1"),
+    ("mesh.dp=4", "mesh.ep=2", "model.layer_pattern=full+experts", "model.moe.num_experts=4"),
+]
+
+
+@pytest.mark.parametrize("keys", quick([(keys,) for keys in MESHES]), ids=lambda k: k[0][5:])
+def test_packed_conversations_have_the_same_gradients_on_every_mesh(keys, tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", records(38, 9))
+    model = "model.num_hidden_layers=2", *(key for key in keys if key.startswith("model."))
+    model = *model, "train.neftune_alpha=5.0", "train.loss_divisor=sequences"
+    model = *model, "train.global_batch_size=8", "train.micro_batch_size=1"
+    shape, one = epoch_gradients(tmp_path, path, "packed", *model)
+    assert shape[0] == 8
+    _, several = epoch_gradients(tmp_path, path, "packed", *model, *keys, devices=8)
+    for a, b in zip(*map(jax.tree.leaves, (several, one)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
 
 
 def run(monkeypatch, folder, paths: list[str], dp: int, *keys: str) -> list[str]:

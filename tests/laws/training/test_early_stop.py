@@ -12,6 +12,7 @@ from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.chats import chat_config, turns, write_lines
+from tests.marks import slow
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.1, 12: 1.0}  # by the step
 
@@ -51,6 +52,7 @@ def steps_of(folder) -> list[int]:
     return sorted(int(p.name) for p in (folder / "run/checkpoints").iterdir() if p.name.isdecimal())
 
 
+@slow
 def test_a_run_stops_and_goes_on_where_more_is_allowed(start, tmp_path, capfd):
     start("train.early_stop=3", "checkpoint.interval=4")
     said = capfd.readouterr().out

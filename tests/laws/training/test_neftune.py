@@ -9,7 +9,7 @@ from mjax.models.base.context import Context, Training, tokens_of
 from mjax.models.embedding_noise import noisy
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS
-from tests.marks import quick
+from tests.marks import quick, slow
 
 KEYS = "model.num_hidden_layers=2", "train.neftune_alpha=5.0", "model.hidden_dropout=0.1"
 ROWS, WIDTH, ALPHA = 8, 32, 5.0
@@ -29,6 +29,7 @@ def test_every_mesh_draws_the_same_noise(cell):
     assert deviation(found.gradients, expected.gradients) <= 1e-5
 
 
+@slow
 def test_noise_moves_training_and_no_evaluation():
     batch, one = make_batch(ROWS), Cell(rows=ROWS)
     plain, noised = (make_trainer("dense", one, KEYS[0], *keys) for keys in ((), KEYS[1:2]))

@@ -163,7 +163,8 @@ def test_a_loss_is_divided_by_the_sum_of_weights_below_1_too(mesh, micro_batches
 
 def test_a_held_out_loss_is_divided_by_the_sum_of_weights_below_1_too(monkeypatch):
     sums, counts = {"loss": np.float32(0.25)}, {"loss": np.float32(0.0625)}
-    trainer = SimpleNamespace(local_rows=None, run_program=lambda kind, batch: (sums, counts))
+    facts = {"local_rows": None, "step_number": 1}
+    trainer = SimpleNamespace(**facts, run_program=lambda kind, batch: (sums, counts))
     held_out = HeldOut(trainer, None)
     monkeypatch.setattr(HeldOut, "batches", lambda self, rows: iter([{}, {}]))
     assert held_out.loss(lambda: None)["eval_loss"] == 0.5 / 0.125

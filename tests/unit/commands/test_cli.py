@@ -44,7 +44,7 @@ def test_help_fits_a_screen_and_has_a_line_for_each_command(mjax):
     [
         (["trian"], "no command 'trian'; did you mean train?"),
         (["data", "preproces"], "no command 'preproces'; did you mean preprocess?"),
-        (["zzz"], "no command 'zzz'; one of train, generate, "),
+        (["zzz"], "no command 'zzz'; one of train, sft, "),
         (["completion", "tcsh"], "mjax completion tcsh: name one shell, of bash, zsh, fish"),
         (["train", "model.hiden_size=3"], "did you mean model.hidden_size?"),
     ],
@@ -59,9 +59,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, mjax):
 def test_a_command_is_reached_by_both_names(name, mjax, monkeypatch, capsys):
     code, out, _ = mjax(*name.split(), "--help")
     assert code == 0 and out.startswith(f"usage: mjax {name} ")
-    module = "mjax." + name.replace(" ", ".")
+    module = "mjax." + ("post." if name == "sft" else "") + name.replace(" ", ".")
     monkeypatch.setattr(sys, "argv", [f"/mjax/{module}", "--help"])
-    path = module if name == "convert" or " " in name else f"{module}.__main__"
+    path = module if name in ("convert", "sft") or " " in name else f"{module}.__main__"
     with pytest.raises(SystemExit) as end:
         run_cli(importlib.import_module(path).main)
     assert not end.value.code
@@ -91,7 +91,7 @@ def words() -> dict[str, list[str]]:
 
 
 def test_completion_knows_commands_and_their_options(words):
-    assert words[""][:2] == ["train", "generate"]
+    assert words[""][:2] == ["train", "sft"]
     assert {"--config", "--dry-run", "--restarts"} <= set(words["train"])
     assert {"import", "export", "config"} <= set(words["convert"])
     assert "--megatron" in words["convert import"] and "--ckpt" not in words["convert import"]

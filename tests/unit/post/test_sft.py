@@ -64,6 +64,9 @@ def test_defaults_stand_only_where_a_key_is_not_set(tmp_path):
     off = load(None, [*keys, "train.eval_interval=null", "data.split=[1,0,0]"], sft_defaults)
     assert off.train.eval_interval is None and off.checkpoint.interval == 20
     assert load(None, [*keys, "checkpoint.keep_best=2"], sft_defaults).checkpoint.keep_best == 2
+    for rank, rate in ((0, 2e-5), (8, 2e-4)):
+        found = sft_defaults({"lora": {"rank": rank}})
+        assert found["schedule"]["lr"] == pytest.approx(rate)
     short = load(None, [*keys, "train.steps=3"], sft_defaults)
     assert (short.train.eval_interval, short.schedule.warmup_steps) == (1, 0)
 
