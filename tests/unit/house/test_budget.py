@@ -91,7 +91,7 @@ ROOMS = {
     "train run": 4_000,
     "post": 3_500,
     "infer generate": 3_300,
-    "evaluate export bench report prove cli errors files json_file __init__": 3_600,
+    "evaluate export bench report prove cli errors files json_file __init__": 3_700,
 }
 
 
