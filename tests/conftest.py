@@ -25,6 +25,7 @@ if on_gpu == "0":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake_devices(8)}".strip()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch and numpy would wait in loops
 else:
     # Workers of pytest-xdist, and what tests/gpu/test_processes.py starts, share a GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
