@@ -191,7 +191,10 @@ def test_another_architecture_is_refused_and_the_run_folder_left_alone(tmp_path,
 def cli(folder, *overrides) -> subprocess.Popen:
     file = folder / "in.yaml"
     file.write_text(dump(config(folder / "run", *overrides)))
-    environment = os.environ | {"XLA_FLAGS": fake_devices(1), "MJAX_CACHE_DIR": str(folder / "cache")}
+    environment = os.environ | {
+        "XLA_FLAGS": fake_devices(1),
+        "MJAX_CACHE_DIR": str(folder / "cache"),
+    }
     return start_process(
         [sys.executable, "-m", "mjax.train", "--config", str(file)],
         stdout=subprocess.PIPE,
