@@ -6,7 +6,7 @@ Shapes there are tiny, so compiling is most of the time. Nothing here needs jax.
 from importlib.metadata import version
 
 _FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"  # they double the time to compile
-_WITHOUT_EMITTERS = "xla_cpu_disable_new_fusion_emitters"  # the flag's place since jax 0.11
+_WITHOUT_EMITTERS = "xla_cpu_disable_new_fusion_emitters"  # in jax 0.11; 0.12 always has them
 
 
 def fake_devices(count: int) -> str:
@@ -19,9 +19,10 @@ def fake_devices(count: int) -> str:
 
 
 def usual_fusions() -> dict[str, bool]:
-    """Options for XLA with which one program is compiled as without `fake_devices`.
+    """Options for XLA with which jax 0.10 compiles one program as without `fake_devices`.
 
-    Programs that differ then round equal expressions alike, where bits are compared.
+    Programs that differ then round equal expressions alike, where bits are compared. In jax
+    0.11 they round alike either way.
     """
     return {_FUSION_EMITTERS: True} if _has_flag() else {}
 
