@@ -6,6 +6,7 @@ XLA (jax 0.10 to 0.11) loads from one may run independent collectives out of ord
 test starts (`tests/processes.py`) end with it.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -24,6 +25,7 @@ if on_gpu == "0":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake_devices(8)}".strip()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of torch and numpy would wait in loops
 else:
     # Workers of pytest-xdist, and what tests/gpu/test_processes.py starts, share a GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
@@ -36,6 +38,8 @@ collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore.append("oracle")  # needs the extra `oracle`
 
+
+gc.set_threshold(20_000, 10, 10)  # tracing makes many small objects: a tenth less time
 
 AOT = Path(__file__).parent / "aot"
 EVERY = 4  # cases of a grid apart of which README's command runs one
@@ -68,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = 1 if len(slow_ones) == len(of_test) else 0
         for item in slow_ones[kept:]:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at the thousands of items again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

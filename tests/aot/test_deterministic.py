@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 LLAMA = "configs/models/llama3_8b.yaml"
 DETERMINISTIC = "run.deterministic=true"
-ONE_LAYER = ("model.num_hidden_layers=1", "mesh.dp=1", "train.global_batch_size=1")
+KEYS = ("mesh.dp=1", "train.global_batch_size=1", "train.micro_batch_size=1")
 
 
 def scatters(text: str) -> list[str]:
@@ -20,17 +20,12 @@ def scatters(text: str) -> list[str]:
     return [line for line in found if "unique_indices=true" not in line]
 
 
-def test_a_deterministic_program_has_no_atomic_sums_and_no_measured_kernels():
-    keys = (*ONE_LAYER, "train.micro_batch_size=1")
-    assert scatters(compile_step(LLAMA, *keys).text), "the law can fail"
-    made = compile_step(LLAMA, *keys, DETERMINISTIC)
+def test_a_deterministic_program_has_no_atomic_sums_and_each_attention_says_so():
+    usual = compile_step(LLAMA, "model.num_hidden_layers=1", *KEYS)
+    assert scatters(usual.text), "the law can fail"
+    made = compile_step(LLAMA, "model.num_hidden_layers=2", *KEYS, DETERMINISTIC)
     assert not scatters(made.text)
     assert made.calls("__cublas$lt$matmul") > 0 and "__triton_gemm" not in made.text
-    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 1
-
-
-def test_each_backward_of_attention_says_that_it_is_deterministic():
-    """XLA would say so of the first of equal calls alone, and not find programs of the others."""
-    text = compile_step(LLAMA, "model.num_hidden_layers=2", *ONE_LAYER[1:], DETERMINISTIC).text
-    calls = [line for line in text.splitlines() if '"__cudnn$fmhaSoftmaxBackward"' in line]
+    # XLA would say so of the first of equal calls alone, and not find programs of the others.
+    calls = [line for line in made.text.splitlines() if '"__cudnn$fmhaSoftmaxBackward"' in line]
     assert len(calls) == 2 and all(re.search(r"force_deterministic\": *true", c) for c in calls)

@@ -11,21 +11,21 @@ from tests.marks import slow
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 BERT = "configs/models/bert_base.yaml"
-FOUR_LAYERS = ("model.num_hidden_layers=4", "mesh.dp=1", "model.bert.num_labels=2")
+TWO_LAYERS = ("model.num_hidden_layers=2", "mesh.dp=1", "model.bert.num_labels=2")
 BATCH = ("train.global_batch_size=32", "train.micro_batch_size=32")
 
 
 @pytest.mark.parametrize("documents", [1, 2], ids=["whole rows", "padding"])
 def test_attention_runs_once_a_layer_without_whole_scores(documents):
-    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "train.remat=none", documents=documents)
-    assert made.calls("__cudnn$fmhaSoftmax") == 4
-    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 4
+    made = compile_step(BERT, *TWO_LAYERS, *BATCH, "train.remat=none", documents=documents)
+    assert made.calls("__cudnn$fmhaSoftmax") == 2
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2
     assert "32,12,512,512]" not in made.text, "whole scores exist"
-    assert made.temp < 8e9
+    assert made.temp < 5e9
 
 
 def test_a_backward_adds_no_bias_of_queries_and_keys_again():
-    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "train.remat=dots")
+    made = compile_step(BERT, *TWO_LAYERS, *BATCH, "train.remat=dots")
     added = [line for line in made.text.splitlines() if "/attention/add" in line]
     to_heads = [line for line in added if "32,512,12,64]" in line]
     assert to_heads, "in the forward"
@@ -33,19 +33,19 @@ def test_a_backward_adds_no_bias_of_queries_and_keys_again():
 
 
 def test_context_parallel_encoders_trade_heads():
-    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
-    assert made.calls("__cudnn$fmhaSoftmax") == 4
+    made = compile_step(BERT, *TWO_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
+    assert made.calls("__cudnn$fmhaSoftmax") == 2
     assert "all-to-all" in made.text
 
 
 def test_attention_with_biases_by_distance_runs_once_a_layer_without_whole_scores():
-    layers = "model.num_hidden_layers=4", "model.layer_pattern='B*2, [GXD]*2'", "mesh.dp=1"
+    layers = "model.num_hidden_layers=2", "model.layer_pattern='B, [GXD]'", "mesh.dp=1"
     batch = "train.global_batch_size=8", "train.micro_batch_size=8", "train.attention=auto"
     with believed(Device("gpu", triton=False)):
         made = compile_step("configs/models/t5_base.yaml", *layers, *batch)
-    assert made.calls("__cudnn$fmhaScaleBiasSoftmax") == 4
-    assert made.calls("__cudnn$fmhaScaleBiasSoftmaxBackward") == 4
-    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2, "of cross-attention"
+    assert made.calls("__cudnn$fmhaScaleBiasSoftmax") == 2
+    assert made.calls("__cudnn$fmhaScaleBiasSoftmaxBackward") == 2
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 1, "of cross-attention"
     assert "8,12,512,512]" not in made.text, "whole scores exist"
 
 
@@ -65,7 +65,7 @@ def test_queries_keys_and_values_are_one_product_that_no_kernel_cuts_copies_or_a
     """Where each head has keys of its own, the attention of short rows reads them as they lie."""
     batch = *BATCH, "train.attention=auto", "train.remat=none"
     with believed(Device("gpu", triton=True)):
-        made = compile_step(BERT, *FOUR_LAYERS, *batch)
+        made = compile_step(BERT, *TWO_LAYERS, *batch)
     # What gives an array of all, alone or first in a tuple.
     givers = re.findall(r" = \(?bf16\[32,512,3,12,64\][^=]*? ([\w-]+)\(", made.text)
     assert set(givers) <= {"custom-call", "get-tuple-element", "parameter", "bitcast", "fusion"}

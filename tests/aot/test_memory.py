@@ -1,5 +1,7 @@
 """Gate: memory policies and their estimate hold in the programs that H200s would run."""
 
+import functools
+
 import pytest
 
 from mjax.config import load
@@ -18,17 +20,13 @@ ONE = [*SMALL, "mesh.dp=1", "train.global_batch_size=2", "optimizer.offload=fals
 UNEVEN = ["mesh.pp=2", "mesh.pipeline_layout='Et*3|tL'", "model.vocab_size=128256"]
 
 
+@functools.cache
 def compiled(*overrides: str) -> Compiled:
     return compile_step(LLAMA, *ONE, *overrides)
 
 
-@pytest.fixture(scope="module")
-def dots() -> Compiled:
-    return compiled("train.remat=dots")
-
-
-def test_full_keeps_less_and_runs_attention_again_in_layers_that_are_unrolled(dots):
-    full = compiled("train.remat=full")
+def test_full_keeps_less_and_runs_attention_again_in_layers_that_are_unrolled():
+    dots, full = compiled("train.remat=dots"), compiled("train.remat=full")
     assert dots.calls("__cudnn$fmhaSoftmax") == LAYERS
     assert full.calls("__cudnn$fmhaSoftmax") == 2 * LAYERS
     cfg = load(LLAMA, [*ONE, "train.attention=cudnn"])

@@ -25,6 +25,7 @@ from mjax.run.faults import run_lock, saving
 from mjax.run.loop import train
 from mjax.run.monitor import log_writer, metrics
 from mjax.sharding.mesh import make_mesh
+from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
 from tests.marks import quick, slow
 from tests.processes import start_process
@@ -63,9 +64,8 @@ def start(folder, *overrides, wrapper=()) -> subprocess.Popen:
     """`python -m mjax.train` in a process of one device."""
     command = [*wrapper, sys.executable, "-m", "mjax.train", *TINY, f"run.dir={folder}", *overrides]
     pipe = subprocess.PIPE
-    return start_process(
-        command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"XLA_FLAGS": ""}
-    )
+    env = os.environ | {"XLA_FLAGS": fake_devices(1)}
+    return start_process(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 def wait_for_step(folder, process, step) -> None:

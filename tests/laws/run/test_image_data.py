@@ -24,6 +24,7 @@ from mjax.data.multimodal.pixels import decode_image, norm_image
 from mjax.errors import UserError
 from mjax.post.sft import main as sft
 from tests.batches import stream_hash
+from tests.decoding import end_itself, exit_with_4, length
 from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_vision import VIT
@@ -295,18 +296,6 @@ def test_a_large_jpeg_is_decoded_small_and_stays_the_picture():
 
 
 # ---- processes -----------------------------------------------------------------------------------
-
-
-def length(encoded: bytes) -> np.ndarray:
-    return np.array(len(encoded))
-
-
-def end_itself(encoded: bytes) -> np.ndarray:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_with_4(encoded: bytes) -> np.ndarray:
-    os._exit(4)
 
 
 @pytest.mark.parametrize(

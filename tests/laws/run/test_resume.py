@@ -16,6 +16,7 @@ from mjax.config import dump, load
 from mjax.errors import NonFiniteLoss, UserError
 from mjax.run.loop import final_step, train
 from mjax.sharding.mesh import make_mesh
+from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
 from tests.batches import stream_hash
 from tests.marks import quick, slow
@@ -190,7 +191,10 @@ def test_another_architecture_is_refused_and_the_run_folder_left_alone(tmp_path,
 def cli(folder, *overrides) -> subprocess.Popen:
     file = folder / "in.yaml"
     file.write_text(dump(config(folder / "run", *overrides)))
-    environment = os.environ | {"XLA_FLAGS": "", "MJAX_CACHE_DIR": str(folder / "cache")}
+    environment = os.environ | {
+        "XLA_FLAGS": fake_devices(1),
+        "MJAX_CACHE_DIR": str(folder / "cache"),
+    }
     return start_process(
         [sys.executable, "-m", "mjax.train", "--config", str(file)],
         stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ from mjax.errors import UserError
 from mjax.interop.pretrained import source_of
 from mjax.models import build, definition_of, split
 from mjax.run.loop import train
+from mjax.sharding.processes.fake_devices import fake_devices
 from tests.marks import slow
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -144,7 +145,7 @@ def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
     first, last = (re.findall(r"^```python\n(.*?)^```", p, re.M | re.S)[-1] for p in pages)
     config = "\nopen('runs/python/config.yaml', 'w').write(mjax.config.dump(cfg))\n"
     code = first + config + last.replace("runs/quickstart", "runs/python")  # a run that there is
-    environ = os.environ | {"PYTHONPATH": str(DOCS.parent), "XLA_FLAGS": ""}  # one device
+    environ = os.environ | {"PYTHONPATH": str(DOCS.parent), "XLA_FLAGS": fake_devices(1)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True)
     steps = tmp_path / "runs" / "python" / "checkpoints"
     assert {"1", "2"} <= {path.name for path in steps.iterdir()}

@@ -6,6 +6,7 @@ its top import its folders and not the reverse; what folders stand on is `base`.
 """
 
 import ast
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ def imports(tree: ast.AST) -> Iterator[Path]:
             yield path if exists else path.parent
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     """All imports between modules of the package; those of faces are left out."""
     found = []
@@ -63,13 +65,10 @@ def all_imports() -> list[Import]:
     return [each for each in found if each.imported != Path(".")]
 
 
-IMPORTS = all_imports()
-
-
 def test_rooms_import_in_one_direction():
-    assert len(IMPORTS) > 1000
+    assert len(all_imports()) > 1000
     place = {room: number for number, room in enumerate(ROOMS)}
-    against = [i for i in IMPORTS if place[i.imported.parts[0]] > place[i.importer.parts[0]]]
+    against = [i for i in all_imports() if place[i.imported.parts[0]] > place[i.importer.parts[0]]]
     assert not list(map(str, against))
 
 
@@ -80,7 +79,7 @@ def test_every_room_has_its_place():
 
 def test_folders_do_not_import_what_lies_above_them():
     against = []
-    for each in filter(lambda i: i.within_a_room, IMPORTS):
+    for each in filter(lambda i: i.within_a_room, all_imports()):
         home, other = folder_of(each.importer), folder_of(each.imported)
         if other != home and home.is_relative_to(other):
             against.append(str(each))
@@ -89,7 +88,7 @@ def test_folders_do_not_import_what_lies_above_them():
 
 def test_base_imports_no_other_folder_of_its_room():
     against = []
-    for each in filter(lambda i: i.within_a_room and "base" in i.importer.parts, IMPORTS):
+    for each in filter(lambda i: i.within_a_room and "base" in i.importer.parts, all_imports()):
         if folder_of(each.imported) != folder_of(each.importer):
             against.append(str(each))
     assert not against
@@ -97,7 +96,7 @@ def test_base_imports_no_other_folder_of_its_room():
 
 def test_no_folders_of_a_room_import_each_other():
     edges = defaultdict(set)
-    for each in filter(lambda i: i.within_a_room, IMPORTS):
+    for each in filter(lambda i: i.within_a_room, all_imports()):
         home, other = folder_of(each.importer), folder_of(each.imported)
         if home != other:
             edges[home].add(other)
