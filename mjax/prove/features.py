@@ -303,7 +303,7 @@ FEATURES = {
 ADAPTERS = {
     "lora": ("dense", ["lora.targets=['*',embedding,head]", "lora.dropout=0.1"]),
     "lora, experts": ("experts", ["lora.trained=[router]"]),
-    "lora, latent attention": ("latent attention", ["lora.rslora=true"]),
+    "lora, latent attention": ("latent attention", ["lora.rslora=true", "lora.alpha=3.0"]),
     "lora, hybrid": ("hybrid", []),
     "dora": ("windows", ["lora.dora=true"]),
 }
