@@ -305,7 +305,7 @@ ADAPTERS = {
     "lora, experts": ("experts", ["lora.trained=[router]"]),
     "lora, latent attention": ("latent attention", ["lora.rslora=true", "lora.alpha=3.0"]),
     "lora, hybrid": ("hybrid", []),
-    "dora": ("windows", ["lora.dora=true"]),
+    "dora": ("dense", ["lora.dora=true", "lora.alpha=3.0"]),
 }
 for _name, (_feature, _keys) in ADAPTERS.items():
     FEATURES[_name] = [*FEATURES[_feature], "lora.rank=3", *_keys]
@@ -351,7 +351,7 @@ NAMES = {
     "lora, experts": "LoRA on experts, routers trained whole",
     "lora, latent attention": "rsLoRA on latent attention",
     "lora, hybrid": "LoRA on Mamba-2, attention and experts",
-    "dora": "DoRA on a model with windows",
+    "dora": "DoRA",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
