@@ -65,7 +65,7 @@ def adapters_start_on_given_weights(c: Config) -> Iterator[str]:
 
 @rule("set lora.dropout=0")
 def adapters_drop_out_in_one_stream(c: Config) -> Iterator[str]:
-    streams = {stream_of(kind) for kind in c.model.layer_kinds}
+    streams = sorted({stream_of(kind) for kind in c.model.layer_kinds})
     if c.lora.dropout and len(streams) > 1:
         yield f"`lora.dropout` is not built for models of several streams ({', '.join(streams)})"
 

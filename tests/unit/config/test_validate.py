@@ -498,6 +498,18 @@ BROKEN = {
         + ["data.fim_split_sample=7"],
         "data.fim_split_sample=7 and data.fim_fragment_rate=None belong together",
     ),
+    "adapters_start_once": (
+        ["lora.rank=2", "lora.base=nf4", "precision.fp8=delayed"],
+        "lora.base='nf4' is read in precision.compute, not in 8 bits: precision.fp8='delayed'",
+    ),
+    "adapters_start_on_given_weights": (
+        ["lora.rank=2", "lora.init=pissa"],
+        "lora.init='pissa' starts from given weights",
+    ),
+    "adapters_drop_out_in_one_stream": (
+        [*SPANS, "lora.rank=2", "lora.dropout=0.1"],
+        "lora.dropout=0.1 is not built for models of several streams (decoder, encoder)",
+    ),
     "min_lr_below_lr": (["schedule.min_lr=1.0"], "schedule.min_lr=1.0 exceeds schedule.lr=0.0003"),
     "warmup_init_below_lr": (["schedule.warmup_init_lr=1.0"], "lower warmup_init_lr"),
     "warmup_before_decay_ends": (["schedule.warmup_steps=1000"], "all 1000 steps"),

@@ -26,7 +26,7 @@ from tests.marks import quick, slow
 from tools.chat_lines import main as chat_lines
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "configs" / "recipes").glob("sft_*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*_*.yaml"))
 RECORDS = [turns(f"say {n}", f"{n}") for n in range(12)]
 ONE_DEVICE = "mesh.dp=1"
 
@@ -171,7 +171,8 @@ def test_rows_of_every_kind_train_alike(rows, base, tmp_path, monkeypatch):
 def test_recipes_are_of_whole_models_and_train_on_conversations(path):
     cfg = load(path, [], sft_defaults)
     require_conversations(cfg)
-    assert cfg.checkpoint.keep_best == 1 and cfg.schedule.lr == 2e-5
+    assert cfg.checkpoint.keep_best == 1
+    assert cfg.schedule.lr == (2e-4 if cfg.lora.rank else 2e-5)
     assert cfg.data.tokenizer == cfg.checkpoint.init_from and cfg.run.dir.endswith(path.stem)
     assert cfg.model.num_hidden_layers >= 32
     validate(cfg, device_count=16)
