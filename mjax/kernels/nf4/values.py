@@ -127,7 +127,8 @@ def quantize(value: jax.Array, lead: int, inputs: int, paired: bool = False) -> 
     width = math.prod(shape[lead : lead + inputs])
     pair = outputs[:1] if paired else (1,)
     matrices = value.reshape(-1, width, *pair, math.prod(outputs) // pair[0])
-    codes, absmax, scales, offset = jax.vmap(_quantize_pair)(matrices)
+    # One after the other: what rounding needs of one is several times its size.
+    codes, absmax, scales, offset = lax.map(_quantize_pair, matrices)
     halved = *shape[: lead + inputs - 1], shape[lead + inputs - 1] // 2
     pair = pair if paired else ()
     return Nf4(
