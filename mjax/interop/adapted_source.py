@@ -159,8 +159,8 @@ def adapted_source(folder: Path, base: Source) -> Source:
 
 
 def adapter_step(run: Path) -> Path:
-    """The newest step of a run with adapters; a step is its own."""
-    step = newest_step(run) if run.is_dir() else None
+    """The newest step of a run with adapters; a step is its own, and RUN@best has its best."""
+    step = newest_step(run)
     if step is None or not has_adapters(step):
         raise UserError(
             f"{run}: holds no adapters; give the folder of a run with lora.rank above 0, a step of "

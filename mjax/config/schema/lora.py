@@ -1,6 +1,6 @@
 """The keys of adapters, group `lora` of the config."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,9 +20,9 @@ class LoraConfig(Group):
     """Weights that get one: names of matmuls (q, kv, attn_proj, up, down, ..), names with * such as
     dense.mlp.*, or the roles embedding and head; *: all matmuls of layers.
     """
-    rank_pattern: dict[str, int] = {}
+    rank_pattern: dict[str, Annotated[UpTo20, Field(ge=1)]] = {}
     """Other ranks, by the same patterns; the first that matches counts."""
-    alpha_pattern: dict[str, float] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
     dora: bool = False

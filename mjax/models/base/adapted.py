@@ -25,6 +25,7 @@ from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
 from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
 
+OF_PEFT = " (PEFT's q_proj is q; k_proj, v_proj are kv; gate_proj, up_proj are up; o_proj attn_proj)"
 ADAPTER = "_lora"  # ends the name of the entry that holds the adapter of a parameter
 
 Path = tuple[str, ...]
@@ -76,6 +77,8 @@ def _takes_adapter(pattern: str, path: Path, spec: ParamSpec) -> bool:
 
 def _require_patterns(lora: LoraConfig, specs: dict) -> None:
     """Raise `UserError` where a pattern of a key names no parameter that takes an adapter."""
+    if not lora.targets and not lora.trained:
+        raise UserError("lora.targets=[] leaves nothing to train; name matmuls, or lora.trained")
     require_named("lora.trained", lora.trained, specs)
     flat = flatten_dict(specs)
     is_tied = not any(spec.role == "head" for spec in flat.values())
@@ -88,10 +91,11 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
         for pattern in getattr(lora, key):
             if not any(_takes_adapter(pattern, path, spec) for path, spec in flat.items()):
                 matmuls = sorted({spec.matmul for spec in flat.values() if spec.matmul})
+                hint = OF_PEFT if pattern.endswith("_proj") else ""
                 raise UserError(
-                    f"lora.{key}: {pattern!r} names no matrix here that takes an adapter; matmuls "
-                    f"are {', '.join(matmuls)} (--dry-run lists their names), tables are the roles "
-                    "embedding and head"
+                    f"lora.{key}: {pattern!r} names no matrix here that takes an adapter{hint}; "
+                    f"matmuls are {', '.join(matmuls)} (--dry-run lists their names), tables are "
+                    "the roles embedding and head"
                 )
     if lora.dropout and any(
         _is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()
@@ -122,6 +126,13 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     scale = alpha / (rank**0.5 if lora.rslora else rank)
     lead, inputs = spec.lead, spec.lead + spec.inputs
     halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
+    outputs = math.prod(spec.shape[inputs:]) // math.prod(halves[0])
+    most = min(math.prod(spec.shape[lead:inputs]), outputs)
+    if lora.init == "pissa" and spec.matmul and rank > most:
+        raise UserError(
+            f"lora.init=pissa: {'.'.join(path)} has {most} singular values, fewer than a rank of "
+            f"{rank}; lower lora.rank, or give it another in lora.rank_pattern"
+        )
     active = spec.active if spec.matmul else 0.0
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
     declared = {

@@ -165,7 +165,12 @@ def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
     "keys, match",
     [
         (("lora.targets=[nothing]",), "lora.targets: 'nothing' names no matrix here"),
+        (("lora.targets=[]",), "leaves nothing to train"),
+        (("lora.targets=[q_proj]",), r"takes an adapter \(PEFT's q_proj is q; "),
         (("lora.rank_pattern={norm: 4}",), "lora.rank_pattern: 'norm' names no matrix"),
+        (("lora.rank_pattern={q: 0}",), "lora.rank_pattern.q=0: must be greater than or equal"),
+        (("lora.alpha_pattern={q: 0}",), "lora.alpha_pattern.q=0.*: must be greater than 0"),
+        (("lora.init=pissa", "checkpoint.init_from=x", "lora.rank=999"), "fewer than a rank"),
         (("lora.trained=[nothing]",), "lora.trained: 'nothing' is no role"),
         (("lora.rank=0", "lora.dora=true"), "lora.dora=True has no effect with lora.rank=0"),
         (("lora.targets=[head]", "model.tie_word_embeddings=true"), "lora.targets.*share a table"),

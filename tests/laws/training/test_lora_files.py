@@ -213,6 +213,8 @@ def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypat
     (out / RECORD).unlink()
     assert "has no merge.json" in refused(monkeypatch, "unmerge", out, tmp_path / "again")
     assert "holds no adapters" in refused(monkeypatch, "extract", home / "base", tmp_path / "again")
+    best = refused(monkeypatch, "extract", home / "run@best", tmp_path / "again")
+    assert "has a held-out loss" in best
     shutil.copytree(home / "run", tmp_path / "run")
     record = next((tmp_path / "run").rglob("meta/metadata"))
     record.write_text(record.read_text().replace(str(home / "base"), "/nowhere"))
