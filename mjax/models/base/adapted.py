@@ -25,7 +25,7 @@ from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
 from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
 
-OF_PEFT = " (PEFT's q_proj is q; k_proj, v_proj are kv; gate_proj, up_proj are up; o_proj attn_proj)"
+OF_PEFT = " (PEFT's q_proj is q; k_proj, v_proj are kv; gate_proj, up_proj up; o_proj attn_proj)"
 ADAPTER = "_lora"  # ends the name of the entry that holds the adapter of a parameter
 
 Path = tuple[str, ...]
