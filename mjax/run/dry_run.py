@@ -113,8 +113,9 @@ def plan_lines(trainer: Trainer) -> list[str]:
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_of_run(cfg)
     lines.append(f"parameters  {count_parameters(trainer.specs):,}")
-    if cfg.train.freeze:
-        lines.append(f"frozen      {count_frozen(trainer.specs):,} of them, by train.freeze")
+    if cfg.train.freeze or cfg.lora.rank:
+        key = "lora" if cfg.lora.rank else "train.freeze"
+        lines.append(f"frozen      {count_frozen(trainer.specs):,} of them, by {key}")
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)

@@ -468,7 +468,7 @@ def run_summary(trainer: Trainer) -> str:
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
     parameters = f"{count_parameters(trainer.specs):,} parameters"
-    if cfg.train.freeze:
+    if cfg.train.freeze or cfg.lora.rank:
         parameters += f" ({count_frozen(trainer.specs):,} frozen)"
     lines = [
         f"{parameters}, {flops:.4g} FLOPs a token, "
