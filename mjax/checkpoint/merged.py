@@ -15,7 +15,7 @@ import numpy as np
 from mjax.checkpoint.base.source import Index, Source, block_shape, blocks
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.errors import UserError
-from mjax.models.base.adapted import ADAPTER, is_of_adapter
+from mjax.models.base.adapted import is_of_adapter, part_path, part_shapes
 from mjax.sharding.spec import ParamSpec
 
 ADAPTER_PARTS = ("a", "b", "magnitude")
@@ -54,28 +54,6 @@ class Adapters:
     def whole(self) -> dict[Leaf, np.ndarray]:
         """The parameters that were trained whole."""
         return {path: array for path, array in self.arrays.items() if not is_of_adapter(path)}
-
-
-def part_path(path: Leaf, name: str) -> Leaf:
-    """The path of an array of the adapter of the weight at `path`."""
-    return (*path[:-1], path[-1] + ADAPTER, name)
-
-
-def part_shapes(spec: ParamSpec, rank: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays of an adapter of that rank, by name."""
-    lead, first_output = spec.lead, spec.lead + spec.inputs
-    halves = (2,) if "pair" in spec.axes else ()
-    leading, outputs = spec.shape[:lead], spec.shape[first_output:]
-    return {
-        "a": (*spec.shape[:first_output], *halves, rank),
-        "b": (*leading, rank, *outputs),
-        "magnitude": (*leading, 1, *outputs),
-    }
-
-
-def adapter_scale(alpha: float, rank: int, rslora: bool) -> float:
-    """The factor of an adapter's product."""
-    return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def adapter_alpha(scale: float, rank: int, rslora: bool) -> float:

@@ -13,7 +13,7 @@ from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
-from mjax.checkpoint.merged import Adapters, adapter_alpha, merged, part_path
+from mjax.checkpoint.merged import Adapters, adapter_alpha, merged
 from mjax.checkpoint.weights import read_config, stored_source
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
@@ -22,9 +22,8 @@ from mjax.interop.held_base import HeldBase
 from mjax.interop.partial_load import fit
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
-from mjax.kernels.nf4.parameters import nf4_specs
 from mjax.models import definition_of
-from mjax.models.base.adapted import adapted_specs, base_of, is_of_adapter
+from mjax.models.base.adapted import base_of, is_of_adapter, part_path, specs_of_run
 from mjax.sharding.spec import ParamSpec
 
 
@@ -123,9 +122,7 @@ def read_adapter_run(step: Path) -> AdapterRun:
     with or_user_error(wrong, (ValueError, TypeError)):
         lora = LoraConfig(**_lora_of(record))
     compute = record["config"]["precision"]["compute"]
-    specs = adapted_specs(definition_of(cfg).specs, lora, compute)
-    if lora.base == "nf4":
-        specs = nf4_specs(specs)
+    specs = specs_of_run(definition_of(cfg).specs, lora, compute)
     digest = record.get("base", {}).get("digest")
     return AdapterRun(step, cfg, lora, flat(specs), digest, record["config"])
 

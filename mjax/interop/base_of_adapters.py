@@ -16,7 +16,7 @@ from mjax.errors import UserError
 from mjax.interop.partial_load import Fit
 from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import beside, codes_of, is_magnitude, round_weight, wide_spec
-from mjax.models.base.adapted import ADAPTER, joined_trees, only_adapters, start_adapters
+from mjax.models.base.adapted import joined_trees, only_adapters, part_path, start_adapters
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
@@ -93,7 +93,7 @@ def _principal_part(
 ) -> tuple[jax.Array, Arrays]:
     """(what a weight keeps, the adapter that took its principal part), if it has such a one."""
     declared = flatten_dict(specs)
-    a, b = ((*path[:-1], path[-1] + ADAPTER, part) for part in "ab")
+    a, b = (part_path(path, name) for name in "ab")
     if cfg.lora.init != "pissa" or a not in declared:
         return value, {}
     if declared[path].matmul is None:

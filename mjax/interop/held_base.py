@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.checkpoint.base.base_digest import digest_of
 from mjax.checkpoint.base.source import THREADS, Index, Source
 from mjax.checkpoint.base.source import Path as Leaf
-from mjax.checkpoint.merged import part_path
 from mjax.checkpoint.source_digest import sum_of_part, sums_of_source
 from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import (
@@ -30,7 +29,7 @@ from mjax.kernels.nf4.parameters import (
     value_of_base,
     wide_spec,
 )
-from mjax.models.base.adapted import base_of, is_of_adapter
+from mjax.models.base.adapted import base_of, is_of_adapter, part_path
 from mjax.sharding.spec import ParamSpec
 
 

@@ -196,13 +196,13 @@ class Checkpoints:
     def draw(self) -> dict:
         """Stored parameters drawn from run.seed."""
         params = self.layout.draw()
-        self._note_base(canonical(self.layout.storage, params))
+        if self.cfg.lora.rank:
+            self._note_base(canonical(self.layout.storage, params))
         return params
 
     def _note_base(self, params: dict) -> None:
-        """Note the digest of the base among canonical parameters, if there are adapters."""
-        if self.cfg.lora.rank:
-            self.base = digest_of_arrays(frozen_only(params, self.layout.specs))
+        """Note the digest of the base of adapters, of canonical parameters."""
+        self.base = digest_of_arrays(frozen_only(params, self.layout.specs))
 
     def load_weights(self, *sources: Source) -> tuple[dict, str]:
         """Returns (stored parameters, lines on what was and was not loaded from each source).

@@ -16,9 +16,9 @@ from mjax.config.schema.run import Config
 from mjax.config.validate import validate
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
-from mjax.kernels.nf4.parameters import nf4_specs, require_whole_blocks
+from mjax.kernels.nf4.parameters import require_whole_blocks
 from mjax.models import definition_of
-from mjax.models.base.adapted import adapted_specs
+from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
@@ -57,9 +57,7 @@ class Trainer:
         validate(cfg)
         self.definition = definition_of(cfg.model)
         if cfg.lora.rank:
-            adapted = adapted_specs(self.definition.specs, cfg.lora, cfg.precision.compute)
-            if cfg.lora.base == "nf4":
-                adapted = nf4_specs(adapted)
+            adapted = specs_of_run(self.definition.specs, cfg.lora, cfg.precision.compute)
             self.definition = with_specs(self.definition, adapted)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
         specs = with_whole_towers(specs, cfg)

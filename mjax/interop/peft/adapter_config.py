@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mjax.checkpoint.merged import adapter_alpha, adapter_scale
+from mjax.checkpoint.merged import adapter_alpha
 from mjax.errors import UserError, or_user_error
 from mjax.interop.peft.modules import shortest_names
 from mjax.json_file import read_json
+from mjax.models.base.adapted import adapter_scale
 
 ADAPTER_CONFIG = "adapter_config.json"
 # Keys that say how adapters were chosen or began, or which keys of others they go by.

@@ -14,7 +14,7 @@ import numpy as np
 from mjax.checkpoint.base.safetensors import Tensor, read_header
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import flat
-from mjax.checkpoint.merged import ADAPTER_PARTS, Adapters, part_path, part_shapes
+from mjax.checkpoint.merged import ADAPTER_PARTS, Adapters
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
@@ -31,6 +31,7 @@ from mjax.interop.peft.pair import (
     place_of_batch,
     scaled_b,
 )
+from mjax.models.base.adapted import part_path, part_shapes
 from mjax.sharding.spec import ParamSpec
 
 _KEY = re.compile(

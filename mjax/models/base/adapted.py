@@ -9,7 +9,7 @@ parameters are frozen, and stored in the dtype of the computation: there are no 
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
-from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
+from mjax.kernels.nf4.parameters import MAGNITUDES_OF, nf4_specs, value_of_base, weight_in_nf4
 from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value, lengths
-from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
+from mjax.models.base.weight import Weight, WeightOrArray, is_weight
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
 from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
@@ -41,6 +41,34 @@ def base_of(path: Path) -> Path:
     return (*path[:-2], path[-2].removesuffix(ADAPTER))
 
 
+def part_path(path: Path, name: str) -> Path:
+    """The path of an array of the adapter of the weight at `path`."""
+    return (*path[:-1], path[-1] + ADAPTER, name)
+
+
+def part_shapes(spec: ParamSpec, rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays of an adapter of that rank, by name."""
+    lead, inputs = spec.lead, spec.lead + spec.inputs
+    halves = (2,) if "pair" in spec.output_axes else ()
+    leading, outputs = spec.shape[:lead], spec.shape[inputs:]
+    return {
+        "a": (*spec.shape[:inputs], *halves, rank),
+        "b": (*leading, rank, *outputs),
+        "magnitude": (*leading, 1, *outputs),
+    }
+
+
+def adapter_scale(alpha: float, rank: int, rslora: bool) -> float:
+    """The factor of an adapter's product."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def specs_of_run(specs: dict, lora: LoraConfig, dtype: str) -> dict:
+    """Declarations of a model as a run stores it: with adapters, and perhaps a base in NF4."""
+    adapted = adapted_specs(specs, lora, dtype)
+    return nf4_specs(adapted) if lora.rank and lora.base == "nf4" else adapted
+
+
 def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
     """Declarations with those of adapters; what is not trained is `held` in `dtype`.
 
@@ -51,16 +79,14 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
     flat, adapted = flatten_dict(specs), {}
     _require_patterns(lora, specs)
     for path, spec in flat.items():
-        is_trained = any(is_named(pattern, path, spec) for pattern in lora.trained)
-        if not is_trained:
-            held = "float32" if spec.precise or spec.counts else dtype
-            adapted[path] = replace(spec, frozen=True, held=held)
-            if _is_target(lora.targets, path, spec):
-                beside = *path[:-1], path[-1] + ADAPTER
-                for name, declared in _declared(path, spec, lora).items():
-                    adapted[*beside, name] = declared
-        else:
-            adapted[path] = spec
+        adapted[path] = spec
+        if any(is_named(pattern, path, spec) for pattern in lora.trained):
+            continue
+        held = "float32" if spec.precise or spec.counts else dtype
+        adapted[path] = replace(spec, frozen=True, held=held)
+        if _is_target(lora.targets, path, spec):
+            for name, declared in _declared(path, spec, lora).items():
+                adapted[part_path(path, name)] = declared
     return unflatten_dict(adapted)
 
 
@@ -97,19 +123,17 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
                     f"matmuls are {', '.join(matmuls)} (--dry-run lists their names), tables are "
                     "the roles embedding and head"
                 )
-    if lora.dropout and any(
-        _is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()
-    ):
+    of_experts = any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items())
+    if lora.dropout and of_experts:
         raise UserError(
             "lora.dropout is not built for adapters of experts (PEFT has none there either); name "
             "the other matmuls in lora.targets, or set lora.dropout=0"
         )
-    if lora.dora and any(spec.is_of_experts and spec.matmul for spec in flat.values()):
-        if any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()):
-            raise UserError(
-                "lora.dora=true trains lengths of weights, which experts have none of here; name "
-                "the other matmuls in lora.targets, or set lora.dora=false"
-            )
+    if lora.dora and of_experts:
+        raise UserError(
+            "lora.dora=true trains lengths of weights, which experts have none of here; name the "
+            "other matmuls in lora.targets, or set lora.dora=false"
+        )
 
 
 def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:
@@ -123,11 +147,11 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     """The declarations of the adapter of one parameter."""
     rank = int(_first(lora.rank_pattern, path, spec, lora.rank))
     alpha = _first(lora.alpha_pattern, path, spec, lora.alpha)
-    scale = alpha / (rank**0.5 if lora.rslora else rank)
-    lead, inputs = spec.lead, spec.lead + spec.inputs
-    halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
-    outputs = math.prod(spec.shape[inputs:]) // math.prod(halves[0])
-    most = min(math.prod(spec.shape[lead:inputs]), outputs)
+    lead, inputs = spec.axes[: spec.lead], spec.axes[: spec.lead + spec.inputs]
+    halves = ("pair",) if "pair" in spec.output_axes else ()
+    shapes = part_shapes(spec, rank)
+    outputs = math.prod(spec.shape[len(inputs) :]) // (1 + len(halves))
+    most = min(math.prod(spec.shape[len(lead) : len(inputs)]), outputs)
     if lora.init == "pissa" and spec.matmul and rank > most:
         raise UserError(
             f"lora.init=pissa: {'.'.join(path)} has {most} singular values, fewer than a rank of "
@@ -137,23 +161,23 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
     declared = {
         "a": ParamSpec(
-            shape=(*spec.shape[:inputs], *halves[0], rank),
-            axes=(*spec.axes[:inputs], *halves[1], None),
+            shape=shapes["a"],
+            axes=(*inputs, *halves, None),
             inputs=spec.inputs,
             **plain,
         ),
         "b": ParamSpec(
-            shape=(*spec.shape[:lead], rank, *spec.shape[inputs:]),
-            axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
-            scale=scale,
+            shape=shapes["b"],
+            axes=(*lead, None, *spec.output_axes),
+            scale=adapter_scale(alpha, rank, lora.rslora),
             dropout=lora.dropout,
             **plain,
         ),
     }
     if lora.dora:
         declared["magnitude"] = ParamSpec(
-            shape=(*spec.shape[:lead], 1, *spec.shape[inputs:]),
-            axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
+            shape=shapes["magnitude"],
+            axes=(*lead, None, *spec.output_axes),
             **plain | {"role": "scalar"},
         )
     return declared
@@ -222,24 +246,6 @@ def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
     return jax.random.uniform(key, spec.shape, minval=-limit, maxval=limit)
 
 
-def adapted_values(params: dict, specs: dict) -> dict:
-    """Canonical parameters with adapters -> those of the model without, each adapter added.
-
-    Weights in NF4 become fp32.
-    """
-    weights, declared = join_adapters(params, specs)
-
-    def value(spec: ParamSpec, entry: WeightOrArray) -> jax.Array:
-        if not is_weight(entry):
-            return entry
-        of_each = functools.partial(value_with_adapter, dtype=jnp.dtype(jnp.float32))
-        for _ in range(spec.lead):
-            of_each = jax.vmap(of_each)
-        return of_each(entry)
-
-    return jax.tree.map(value, declared, weights, is_leaf=is_spec)
-
-
 # ---- weights and their adapters in a step --------------------------------------------------------
 
 
@@ -263,26 +269,29 @@ def join_adapters(
             joined[name], declared[name] = join_adapters(entry, spec, parallel, places)
             continue
         if name + MAGNITUDES_OF in weights:
-            entry = _in_nf4(entry, weights[name + MAGNITUDES_OF], spec, parallel)
-        declared[name], beside = spec, weights.get(name + ADAPTER)
-        if beside is None:
-            joined[name] = entry
-        else:
-            own = specs[name + ADAPTER]
-            joined[name] = _with_adapter(entry, beside, spec, own, parallel, places)
+            join = functools.partial(_in_nf4, spec=spec, parallel=parallel)
+            entry = _each_layer(join, entry, weights[name + MAGNITUDES_OF])
+        if name + ADAPTER in weights:
+            facts = {"spec": spec, "of_adapter": specs[name + ADAPTER], "parallel": parallel}
+            join = functools.partial(_with_adapter, **facts, places=places)
+            entry = _each_layer(join, entry, weights[name + ADAPTER])
+        joined[name], declared[name] = entry, spec
     return joined, declared
 
 
-def _in_nf4(
-    base: WeightOrArray | list, magnitudes: dict, spec: ParamSpec, parallel: Parallel
-) -> Weight | list[Weight]:
-    """A weight from its codes and their magnitudes, or a list of those of layers."""
-    if isinstance(base, list):
-        layers = []
-        for i, layer in enumerate(base):
-            own = {name: rows[i] for name, rows in magnitudes.items()}
-            layers.append(_in_nf4(layer, own, spec, parallel))
-        return layers
+def _each_layer(join: Callable, base: WeightOrArray | list, beside: dict) -> Weight | list[Weight]:
+    """`join(base, beside)`, or where layers are in lists that of each layer."""
+    if not isinstance(base, list):
+        return join(base, beside)
+    layers = []
+    for i, layer in enumerate(base):
+        own = {name: rows[i] for name, rows in beside.items()}
+        layers.append(join(layer, own))
+    return layers
+
+
+def _in_nf4(base: WeightOrArray, magnitudes: dict, spec: ParamSpec, parallel: Parallel) -> Weight:
+    """A weight from its codes and their magnitudes."""
     if not is_weight(base):
         base = Weight(base, name=spec.matmul, inputs=spec.inputs)
     value = weight_in_nf4(base.value, magnitudes, spec, parallel)
@@ -290,22 +299,15 @@ def _in_nf4(
 
 
 def _with_adapter(
-    base: WeightOrArray | list,
+    base: WeightOrArray,
     beside: dict,
     spec: ParamSpec,
     of_adapter: dict,
     parallel: Parallel,
     places: TokenPlaces | None,
-) -> WeightOrArray | list:
-    """A weight with its adapter, or a list of those of layers; of a table the sum."""
-    if isinstance(base, list):
-        layers = []
-        for i, layer in enumerate(base):
-            own = {name: rows[i] for name, rows in beside.items()}
-            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel, places))
-        return layers
-    first = spec.lead
-    inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
+) -> WeightOrArray:
+    """A weight with its adapter; of a table the sum."""
+    inputs, outputs = spec.axes[spec.lead : spec.lead + spec.inputs], spec.output_axes
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
     dropout, rate = None, of_adapter["b"].dropout
     if places is not None and rate and spec.matmul:

@@ -10,12 +10,13 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
-from mjax.models.base.adapted import adapted_values, is_of_adapter
+from mjax.models.base.adapted import is_of_adapter
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
+from tests.adapters import adapted_values
 from tests.laws.training.test_freeze import exchanged_and_computed
-from tests.marks import quick
+from tests.marks import quick, slow
 
 ROWS = 24
 RANK = "lora.rank=3"
@@ -120,6 +121,17 @@ def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
         assert (array != after[path]).any() == is_trained, path
     trained = {path for path in before if is_of_adapter(path) or "norm" in ".".join(path)}
     assert set(flatten_dict(trainer.state["opt"]["mu"])) == trained
+
+
+@slow
+@pytest.mark.parametrize("keys", [(), (UNROLLED,)])
+def test_a_base_in_fp8_gives_the_loss_of_its_run(keys):
+    """With adapters at zero, but for what blocks round that are one function without adapters."""
+    fp8 = "precision.fp8=delayed", "precision.compute=bfloat16", *keys
+    trainers = [make_trainer("dense", Cell({"dp": 2}, 1, 2), *fp8, *own) for own in ((), (RANK,))]
+    trainers[1].init()
+    losses = [float(trainer.step(make_batch(ROWS))["loss"]) for trainer in trainers]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from mjax.interop.merge import RECORD, extract
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
-from mjax.models.base.adapted import adapted_values, is_of_adapter
+from mjax.models.base.adapted import is_of_adapter
 from mjax.run.resume import resume
 from mjax.train import Trainer
+from tests.adapters import adapted_values
 from tests.marks import quick
 
 ROWS = 4

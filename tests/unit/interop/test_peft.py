@@ -8,7 +8,7 @@ import pytest
 
 from mjax.checkpoint.base.safetensors import read_header, write_file
 from mjax.checkpoint.base.source import Source, block_shape, blocks, flat
-from mjax.checkpoint.merged import Adapters, merged, part_path
+from mjax.checkpoint.merged import Adapters, merged
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
@@ -16,6 +16,7 @@ from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.peft.pair import ADAPTER_WEIGHTS
 from mjax.models import definition_of
+from mjax.models.base.adapted import part_path
 from tests.adapters import drawn_adapters
 from tests.marks import quick
 
@@ -177,6 +178,13 @@ BAD = {
 }
 
 
+def require_refusal(folder, message: str) -> None:
+    """The folder is refused in one line that says so."""
+    with pytest.raises(UserError) as error:
+        read_adapter(folder, *model())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_unsupported_configs_are_one_line(name, tmp_path):
     change, message = BAD[name]
@@ -185,9 +193,7 @@ def test_unsupported_configs_are_one_line(name, tmp_path):
     write_adapter(folder, cfg, specs, drawn_adapters(specs))
     file = folder / ADAPTER_CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError) as error:
-        read_adapter(folder, cfg, specs)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    require_refusal(folder, message)
 
 
 def rewrite(file, change) -> None:
@@ -224,9 +230,7 @@ def test_damaged_and_foreign_files_are_one_line(name, tmp_path):
     folder = tmp_path / "adapter"
     write_adapter(folder, cfg, specs, drawn_adapters(specs))
     rewrite(folder / ADAPTER_WEIGHTS, change)
-    with pytest.raises(UserError) as error:
-        read_adapter(folder, cfg, specs)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    require_refusal(folder, message)
 
 
 def test_what_peft_has_no_place_for_is_not_written(tmp_path):
