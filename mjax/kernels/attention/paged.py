@@ -6,8 +6,10 @@ Slots of a page that no token of the row has reached may hold anything, even inf
 Invariant: the output of a token depends on its row only, not on other rows or on padding.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,8 @@ from jax.tree_util import register_dataclass
 
 from mjax.kernels.attention.api import masked_scores
 from mjax.kernels.base.attention_call import AttentionCall
+from mjax.kernels.base.chooser import choose
+from mjax.kernels.base.triton_call import triton_call
 
 TOKENS_AT_ONCE = 64  # of the reference, which gathers the keys of each
 
@@ -104,7 +108,16 @@ def paged_attention(
     assert call.mask == "causal" and call.dropout == 0, "a cache is for causal rows, not training"
     assert (values is None) == (value_size is not None), "values are in one place"
     assert each is None or len(q) == each * len(rows.lengths), "each row has as many tokens"
-    return _reference(q, keys, values, rows, call, sinks, scales, value_size)
+    facts = {"call": call, "value_size": value_size or values.shape[-1], "page": keys.shape[2]}
+    if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
+        return _reference(q, keys, values, rows, call, sinks, scales, value_size)
+    arrays = PagedArrays(q, keys, values, rows, sinks, scales)
+    if each is None:
+        return paged_prefill(arrays, call, prefill_tile(arrays))
+    return paged_decode(arrays, call, each, decode_tile(arrays), splits_of(arrays, each))
+
+
+# ---- reference ---------------------------------------------------------------------------------
 
 
 def _reference(q, keys, values, rows, call, sinks, scales, value_size):
@@ -157,3 +170,169 @@ def _map_in_parts(function: Callable, tokens: tuple[jax.Array, ...]) -> jax.Arra
     if len(tokens[0]) <= TOKENS_AT_ONCE:
         return jax.vmap(function)(tokens)
     return jax.lax.map(function, tokens, batch_size=TOKENS_AT_ONCE)
+
+
+# ---- our kernels -------------------------------------------------------------------------------
+
+
+class PagedArrays(NamedTuple):
+    """The arrays of `paged_attention`; without `values`, keys hold them."""
+
+    q: jax.Array
+    keys: jax.Array
+    values: jax.Array | None
+    rows: PagedRows
+    sinks: jax.Array | None = None
+    scales: Scales | None = None
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys."""
+        return self.q.shape[1] // self.keys.shape[1]
+
+
+class PagedTile(NamedTuple):
+    """Sizes of a program: queries (new tokens times heads of a group), keys, warps, loads ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Splits(NamedTuple):
+    """Pages of a split, and programs that take the splits of a row and a kv head by turns."""
+
+    pages: int
+    walkers: int
+
+
+SPLIT_TOKENS, SHORT_SPLIT_TOKENS = 1024, 256  # of many rows, and of so few that GPUs idle
+FEW_PROGRAMS = 64  # rows times kv heads
+MOST_SPLITS = 32  # of a row: memory for their parts
+MOST_PROGRAMS = 4096  # those beyond a row's length cost their start
+
+
+def decode_tile(arrays: PagedArrays) -> PagedTile:
+    """The tile for one or a few new tokens of each row."""
+    if arrays.values is None:
+        return PagedTile(16, 32, 4, 3)
+    return PagedTile(16, 64, 4, 3) if arrays.q.shape[-1] <= 128 else PagedTile(16, 32, 4, 3)
+
+
+def prefill_tile(arrays: PagedArrays) -> PagedTile:
+    """The tile for rows of any number of new tokens."""
+    if arrays.values is None:
+        return PagedTile(64, 32, 8, 2)
+    return PagedTile(128, 64, 8, 3) if arrays.q.shape[-1] <= 128 else PagedTile(64, 64, 4, 2)
+
+
+def splits_of(arrays: PagedArrays, each: int) -> Splits:
+    """The splits of rows with tables of this width; they do not depend on lengths."""
+    count, width = arrays.rows.tables.shape
+    page = arrays.keys.shape[2]
+    programs = count * arrays.keys.shape[1]
+    tokens = SHORT_SPLIT_TOKENS if programs < FEW_PROGRAMS else SPLIT_TOKENS
+    pages = max(tokens // page, power_of_2(-(-width // MOST_SPLITS)))
+    walkers = max(1, min(-(-width // pages), MOST_PROGRAMS // programs))
+    return Splits(pages, walkers)
+
+
+def paged_decode(
+    arrays: PagedArrays, call: AttentionCall, each: int, tile: PagedTile, splits: Splits
+) -> jax.Array:
+    """`paged_attention` of rows with `each` new tokens: parts of their keys, then one of parts."""
+    from mjax.kernels.attention.paged_triton import merge_splits, paged_splits
+
+    q, rows = arrays.q, arrays.rows
+    constants, shared = (
+        _constants(arrays, call, tile),
+        {"SPLIT": splits.pages * arrays.keys.shape[2]},
+    )
+    count = -(-rows.tables.shape[1] // splits.pages)
+    shared |= {"SPLITS": count, "EACH": each, "WINDOW": constants["WINDOW"]}
+    size = constants["VALUES"]
+    tiles = -(-each * arrays.group // tile.queries)
+    means, sums = triton_call(
+        paged_splits,
+        [*_operands(arrays), rows.tables, rows.lengths],
+        [
+            jax.ShapeDtypeStruct((*q.shape[:2], count, size), jnp.float32),
+            jax.ShapeDtypeStruct((*q.shape[:2], count), jnp.float32),
+        ],
+        programs=len(rows.lengths) * arrays.keys.shape[1] * tiles * splits.walkers,
+        WALKERS=splits.walkers,
+        **constants | shared,
+    )
+    room = power_of_2(count)
+    return triton_call(
+        merge_splits,
+        [means, sums, rows.lengths],
+        [jax.ShapeDtypeStruct((*q.shape[:2], size), q.dtype)],
+        programs=q.shape[0] * q.shape[1],
+        warps=max(1, min(8, room * size // 2048)),
+        HEADS=q.shape[1],
+        VALUES=size,
+        ROOM=room,
+        **shared,
+    )[0]
+
+
+def paged_prefill(arrays: PagedArrays, call: AttentionCall, tile: PagedTile) -> jax.Array:
+    """`paged_attention` of rows with any number of new tokens, by tiles of queries."""
+    from mjax.kernels.attention.paged_triton import paged_tiles
+
+    q, rows = arrays.q, arrays.rows
+    count = len(rows.lengths)
+    tiles = len(q) * arrays.group // tile.queries + count + 1
+    constants = _constants(arrays, call, tile)
+    return triton_call(
+        paged_tiles,
+        [*_operands(arrays), rows.tables, rows.lengths, rows.starts],
+        [jax.ShapeDtypeStruct((*q.shape[:2], constants["VALUES"]), q.dtype)],
+        programs=tiles * arrays.keys.shape[1],
+        T=len(q),
+        ROWS=count,
+        ROOM=power_of_2(count + 1),
+        **constants,
+    )[0]
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of 2 that is no less."""
+    return 1 << (least - 1).bit_length()
+
+
+def _operands(arrays: PagedArrays) -> list[jax.Array]:
+    """The first six arrays that a kernel takes; those that it does not read have one element."""
+    unread = functools.partial(jnp.zeros, 1)
+    values = unread(arrays.keys.dtype) if arrays.values is None else arrays.values
+    scales = arrays.scales or (unread(jnp.float32),) * 2
+    sinks = unread(jnp.float32) if arrays.sinks is None else arrays.sinks.astype(jnp.float32)
+    return [arrays.q, arrays.keys, values, *scales, sinks]
+
+
+def _constants(arrays: PagedArrays, call: AttentionCall, tile: PagedTile) -> dict:
+    """The constants that both kernels are compiled for; a window as long as a table is none."""
+    _, kv_heads, page, width = arrays.keys.shape
+    main = 1 << (width.bit_length() - 1)
+    longest = arrays.rows.tables.shape[1] * page
+    return dict(
+        warps=tile.warps,
+        M=arrays.rows.tables.shape[1],
+        KV_HEADS=kv_heads,
+        GROUP=arrays.group,
+        MAIN=main,
+        TAIL=width - main,
+        VALUES=main if arrays.values is None else arrays.values.shape[-1],
+        PAGE=page,
+        SCALE=call.scale,
+        SOFTCAP=call.softcap or 0,
+        WINDOW=call.window if call.window is not None and call.window < longest else 0,
+        SINKS=arrays.sinks is not None,
+        SCALED=arrays.scales is not None,
+        LATENT=arrays.values is None,
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+        STAGES=tile.stages,
+    )

@@ -1,4 +1,7 @@
-"""Attention to pages: against attention to whole rows in fp64; garbage in unread slots is unread."""
+"""Attention to pages: against attention to whole rows in fp64. Slots that no token reached hold NaN.
+
+Kernels run in Triton's interpreter.
+"""
 
 from dataclasses import dataclass
 
@@ -9,13 +12,19 @@ import pytest
 
 from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.paged import (
+    PagedArrays,
     PagedRows,
+    PagedTile,
+    Splits,
     paged_attention,
+    paged_decode,
+    paged_prefill,
     places_of_tokens,
     tokens_of_rows,
     write_pages,
 )
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from tests.triton_interpreter import interpret
 
 PAGE, TABLE = 8, 6  # slots of a page, pages of a row at most
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
@@ -45,8 +54,8 @@ CASES = {
     "drafts": Case([(3, 3), (24, 3), (0, 3), (31, 3)], each=3),
     "decode, all": Case(DECODE, each=1, window=9, softcap=5.0, sinks=True, scales=True),
     "ragged, all": Case(RAGGED, padding=3, window=9, softcap=5.0, sinks=True, scales=True),
-    "latent": Case(RAGGED, latent=12, kv_heads=1, sinks=True),
-    "latent decode": Case(DECODE, each=1, latent=12, kv_heads=1),
+    "latent": Case(RAGGED, latent=16, kv_heads=1, width=20, sinks=True),
+    "latent decode": Case(DECODE, each=1, latent=16, kv_heads=1, width=20),
     "one row": Case([(41, 41)]),
     "more tokens than the reference takes at once": Case([(48, 40), (46, 46)], padding=10),
     "a row without new tokens": Case([(4, 4), (9, 0), (12, 2)], padding=1),
@@ -128,33 +137,59 @@ def wanted(case: Case, made: Drawn) -> np.ndarray:
     return out
 
 
-def computed(case: Case, made: Drawn, dtype=jnp.float32) -> jax.Array:
-    """`paged_attention` of the same."""
+def arrays_of(case: Case, made: Drawn, dtype=jnp.float32) -> PagedArrays:
     cache = jnp.float8_e4m3fn if case.scales else dtype
     keys, values = (jnp.asarray(x, cache) for x in made.pages)
     scales = None
     if case.scales:
         scales = tuple(jnp.asarray(x, jnp.float32) for x in made.scales)
-    return paged_attention(
-        jnp.asarray(made.q, dtype),
-        keys,
-        None if case.latent else values,
-        made.rows,
-        call_of(case),
-        sinks=None if made.sinks is None else jnp.asarray(made.sinks),
-        scales=scales,
-        value_size=case.latent,
-        each=case.each,
-    )
+    sinks = None if made.sinks is None else jnp.asarray(made.sinks)
+    values = None if case.latent else values
+    return PagedArrays(jnp.asarray(made.q, dtype), keys, values, made.rows, sinks, scales)
+
+
+def computed(case: Case, arrays: PagedArrays) -> jax.Array:
+    """`paged_attention` of a case, as the chooser says."""
+    more = {"sinks": arrays.sinks, "scales": arrays.scales}
+    more |= {"value_size": case.latent, "each": case.each}
+    return paged_attention(*arrays[:4], call_of(case), **more)
+
+
+def assert_near(got: jax.Array, right: np.ndarray) -> None:
+    np.testing.assert_allclose(got, right, rtol=0, atol=4e-6 * np.abs(right).max())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_equals_fp64(name):
     case = CASES[name]
     made = drawn(case, np.random.default_rng(len(name)))
-    got, right = computed(case, made), wanted(case, made)
+    got = computed(case, arrays_of(case, made))
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, right, rtol=0, atol=4e-6 * np.abs(right).max())
+    assert_near(got, wanted(case, made))
+
+
+# a tile of keys is half a page, a page, two pages; one walker takes all splits, some, one each
+TILES = {
+    "half a page": (PagedTile(4, 4, 1, 1), Splits(2, 1)),
+    "a page": (PagedTile(16, 8, 1, 1), Splits(1, 2)),
+    "two pages": (PagedTile(8, 16, 1, 1), Splits(2, 3)),
+}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_fp64(monkeypatch, name, tile):
+    case, (tile, splits) = CASES[name], TILES[tile]
+    ran = interpret(monkeypatch)
+    made = drawn(case, np.random.default_rng(len(name)))
+    arrays = arrays_of(case, made)
+    if case.each is None:
+        got = paged_prefill(arrays, call_of(case), tile)
+        assert ran == ["paged_tiles"]
+    else:
+        got = paged_decode(arrays, call_of(case), case.each, tile, splits)
+        assert ran == ["paged_splits", "merge_splits"]
+    assert_near(got, wanted(case, made))
 
 
 def test_tokens_know_their_row_and_position_and_padding_is_written_to_page_0():
