@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from mjax.kernels.base.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
+PAGED_HEADS = ((64, 64), (128, 128), (256, 256), (576, 512))  # keys and values, of paged attention
+PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it, or are divided by it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
@@ -405,6 +407,20 @@ def _nf4(x: Inputs) -> Choice:
     return _on_gpu(x.device, "a magnitude is read once for its block")
 
 
+def _paged_attention(x: Inputs, *, call: AttentionCall, value_size: int, page: int) -> Choice:
+    """The kernels for queries [T, N, H] and pages of `page` tokens with values of `value_size`."""
+    sizes = x.shape[-1], value_size
+    if call.implementation == "xla":
+        return Choice("xla", "train.attention asks for it")
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return Choice("xla", f"our kernels take no {x.dtype}")
+    if sizes not in PAGED_HEADS:
+        return Choice("xla", f"our kernels have no keys of {sizes[0]} with values of {sizes[1]}")
+    if page not in PAGES:
+        return Choice("xla", f"our kernels take pages of {PAGES} tokens, not {page}")
+    return _on_gpu(x.device, "pages are read where they lie")
+
+
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:
     """The kernel for x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
@@ -420,6 +436,7 @@ RULES = {
     "experts": _experts,
     "gated_delta": _gated_delta,
     "nf4": _nf4,
+    "paged_attention": _paged_attention,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,
     "gate": _gate,
