@@ -1,0 +1,180 @@
+"""A model without arithmetic, which shows what every planned token would read from the pages.
+
+The toy device runs programs at once and in order; the toy host reads their samples whenever a test
+says so. An entry of a page says whose history it is: it is a hash of the tokens up to its own, of
+the salt, and of the weights that each of these tokens was computed with. A sample depends on the
+tokens and the salt alone, so outputs have a reference without any scheduler.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from mjax.infer.engine.scheduler import Plan, Scheduler, Sequence
+
+END = 0  # a sampled token that ends its sequence
+
+
+def sample(tokens: list[int], salt: tuple) -> int:
+    return crc32(repr((salt, tokens)).encode()) % 24
+
+
+def reference(sequence: Sequence, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < sequence.limit and (tokens == prompt or tokens[-1] != END):
+        tokens.append(sample(tokens, sequence.salt))
+    return tokens
+
+
+@dataclass(eq=False)
+class Client:
+    """What a test knows of a sequence that the scheduler does not."""
+
+    sequence: Sequence
+    prompt: list[int]
+    tokens: list[int]  # with the samples that the host has not read
+    entries: list[int] = field(default_factory=list)  # of its pages, by position
+    admissions: int = 0
+    has_ended: bool = False
+
+
+class Toy:
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler, self.pool = scheduler, scheduler.pool
+        self.clients: dict[Sequence, Client] = {}
+        self.cells: dict[tuple[int, int], int] = {}
+        self.last: dict[int, int] = {}
+        self.in_flight: deque[tuple[Client, int | None]] = deque()
+        self.computed = Counter()  # prompt tokens by sequence
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        prompt = list(sequence.tokens)
+        self.clients[sequence] = Client(sequence, prompt, list(prompt))
+
+    def abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence)
+        self.clients[sequence].has_ended = True
+
+    def read(self) -> None:
+        """Reads the oldest sample in flight, and finishes its sequence if that was the last."""
+        client, token = self.in_flight.popleft()
+        sequence = client.sequence
+        before = list(sequence.tokens)
+        if token is not None:
+            self.scheduler.read(sequence, token)
+        if client.has_ended:
+            assert sequence.tokens == before
+        elif len(sequence.tokens) == sequence.limit or token == END:
+            assert sequence.tokens == reference(sequence, client.prompt)
+            self.scheduler.finish(sequence)
+            client.has_ended = True
+
+    def read_all(self) -> None:
+        while self.in_flight:
+            self.read()
+
+    def step(self) -> Plan:
+        has_work = any(not client.has_ended for client in self.clients.values())
+        plan = self.scheduler.plan()
+        rows = len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
+        if has_work:
+            assert rows or plan.preempted or self.in_flight
+            assert rows or plan.preempted or plan.drain
+        else:
+            assert not rows and not plan.drain
+        assert rows <= self.scheduler.limits.tokens
+        assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
+        assert not self.scheduler.limits.prefill_alone or len(plan.chunks) <= 1
+        if plan.drain:
+            assert not rows and not plan.preempted
+        for sequence in plan.preempted:
+            assert not sequence.flying
+        self.preemptions += len(plan.preempted)
+        self.launch(plan)
+        self.check()
+        if plan.drain:
+            self.read_all()
+        return plan
+
+    def launch(self, plan: Plan) -> None:
+        work = [(sequence, sequence.computed - 1, 1, True) for sequence in plan.decode]
+        work += [(c.sequence, c.first, c.count, c.samples) for c in plan.chunks]
+        assert len({id(sequence) for sequence, *_ in work}) == len(work)
+        for sequence in plan.decode:
+            client = self.clients[sequence]
+            assert self.last[sequence.slot] == client.tokens[sequence.computed - 1]
+        for chunk in plan.chunks:
+            client, end = self.clients[chunk.sequence], chunk.first + chunk.count
+            assert chunk.sequence.tokens == client.tokens, "a chunk has samples in flight"
+            assert not chunk.samples or end == len(client.tokens)
+            if client.admissions != chunk.sequence.admissions:
+                client.admissions, client.entries = chunk.sequence.admissions, []
+                assert chunk.first < len(client.tokens) and chunk.first % self.pool.page == 0
+            if client.admissions == 1:
+                self.computed[chunk.sequence] += chunk.count
+        for sequence, first, count, _ in work:
+            self._write(self.clients[sequence], first, first + count)
+        for sequence, first, count, _ in work:
+            self._check_reads(self.clients[sequence], first, first + count)
+        for sequence, first, count, samples in work:
+            client = self.clients[sequence]
+            if samples:
+                token = sample(client.tokens, sequence.salt)
+                client.tokens.append(token)
+                self.last[sequence.slot] = token
+                self.in_flight.append((client, token))
+            elif first + count == sequence.limit:
+                self.in_flight.append((client, None))
+
+    def _write(self, client: Client, first: int, end: int) -> None:
+        pages, page = client.sequence.pages, self.pool.page
+        for position in range(len(client.entries), end):
+            before = client.entries[-1] if client.entries else client.sequence.salt
+            entry = hash((before, client.tokens[position], self.pool.generation))
+            client.entries.append(entry)
+        for position in range(first, end):
+            number = pages[position // page]
+            assert number
+            self.cells[number, position % page] = client.entries[position]
+
+    def _check_reads(self, client: Client, first: int, end: int) -> None:
+        pages, page, window = client.sequence.pages, self.pool.page, self.scheduler.window
+        begin = 0 if window is None else max(0, first - window + 1)
+        for position in range(begin, end):
+            cell = pages[position // page], position % page
+            assert cell[0] and self.cells[cell] == client.entries[position]
+
+    def check(self) -> None:
+        """Pages are counted, and no page of a sequence is free or given to another one."""
+        pool, running = self.pool, self.scheduler.running
+        assert pool.free + pool.cached + pool.used == pool.pages - 1
+        owners = Counter(page for s in running.values() for page in s.pages if page)
+        assert pool.used == len(owners)
+        for slot, sequence in running.items():
+            assert sequence.slot == slot and len(sequence.pages) * pool.page >= sequence.computed
+            if sequence.sampled:
+                assert sequence.computed == len(sequence.tokens) + sequence.flying - 1
+            else:
+                assert not sequence.flying
+            known = min(len(sequence.tokens), sequence.computed) // pool.page
+            assert all(owners[page] == 1 for page in sequence.pages[known:] if page)
+        waiting = self.scheduler.waiting
+        for sequence, client in self.clients.items():
+            places = (sequence.slot >= 0) + (sequence in waiting)
+            assert places == (not client.has_ended)
+
+    def finish(self) -> None:
+        """Runs until every sequence has ended."""
+        clients = [client for client in self.clients.values() if not client.has_ended]
+        chunk = min(self.scheduler.limits.chunk, self.scheduler.limits.tokens)
+        for _ in range(20 + 20 * sum(client.sequence.limit + chunk for client in clients)):
+            if all(client.has_ended for client in clients):
+                break
+            self.step()
+            while len(self.in_flight) > 3:
+                self.read()
+        assert all(client.has_ended for client in clients), "a sequence starves"
+        self.read_all()
+        assert not self.pool.used and not self.scheduler.running
