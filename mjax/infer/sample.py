@@ -203,14 +203,16 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         z = left
     if not draws.top:
         return Drawn(token, _log_prob(logits, token), _log_prob(z, token))
-    best, ids = jax.lax.top_k(logits, draws.top)
-    best -= jax.nn.logsumexp(logits, -1, keepdims=True)
+    _, ids = jax.lax.top_k(logits, draws.top)
+    best = jax.vmap(_log_prob, (None, 1), 1)(logits, ids)
     return Drawn(token, _log_prob(logits, token), _log_prob(z, token), ids, best)
 
 
 def _log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities fp32 [R] of tokens; a constant added to a row's logits changes no bit."""
+    logits = logits - logits.max(-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, -1)
+    return chosen - jnp.log(jnp.exp(logits).sum(-1))
 
 
 def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
