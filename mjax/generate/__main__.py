@@ -95,6 +95,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "top_p": "1: off",
         "min_p": "0: off",
         "repetition_penalty": "1: off",
+        "presence_penalty": "0: off",
+        "frequency_penalty": "0: off",
     }
     for field in fields(Sampling):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
