@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from mjax.errors import UserError
-from mjax.infer.engine.pages import NULL_PAGE, PagePool, chain
+from mjax.infer.scheduling.pages import NULL_PAGE, PagePool, chain
 
 
 class QueueFull(UserError):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mjax.errors import UserError
-from mjax.infer.engine.pages import PagePool
-from mjax.infer.engine.scheduler import Limits, QueueFull, Scheduler, Sequence
+from mjax.infer.scheduling.pages import PagePool
+from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, Sequence
 from tests.marks import slow
 from tests.unit.infer.engine.toy import Toy
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from mjax.infer.engine.scheduler import Plan, Scheduler, Sequence
+from mjax.infer.scheduling.scheduler import Plan, Scheduler, Sequence
 
 END = 0  # a sampled token that ends its sequence
 
