@@ -65,6 +65,8 @@ class Sequence:
     - salt: sequences share cached prefixes only if this is equal (`pages.chain`).
     - reads_prefix: False computes the whole prompt, as its log-probabilities need every logit.
 
+    - waits: no token is planned for it while one is in flight, as the next one depends on it.
+
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
     - pages: page numbers, in order. Pages that have left the window are the null page.
@@ -85,6 +87,7 @@ class Sequence:
     priority: int = 0
     salt: tuple = ()
     reads_prefix: bool = True
+    waits: bool = False
 
     computed: int = 0
     flying: int = 0
@@ -225,6 +228,7 @@ class Scheduler:
         while True:
             running = self.running.values()
             rows = [s for s in running if s.sampled and not s.is_launched]
+            rows = [s for s in rows if not (s.waits and s.flying)]
             del rows[self.limits.tokens :]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
