@@ -99,12 +99,14 @@ class Engine:
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._params = take_apart(definition.specs, params, self._dtype, donate)
         self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        self._chunks = 1 if limits.prefill_alone else CHUNKS
         width = -(-limits.length // PAGE)
         sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
         self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
         if pages is None:
-            inputs = self._params, limits.chunk, self._sizes[0][-1]
-            sizes = sizes._replace(pages=fitting_pages(self.programs, *inputs))
+            largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
+            pages = fitting_pages(self.programs, self._params, largest)
+            sizes = sizes._replace(pages=pages)
             self.programs = self.programs.resized(sizes)
         lanes, caches = self.programs.lanes, cache_prefixes and not _is_recurrent(cfg)
         self.lanes = [
@@ -186,8 +188,8 @@ class Engine:
         if any(decode):
             self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
         while any(prefill):
-            self._launch([chunks[:CHUNKS] for chunks in prefill], None)
-            prefill = [chunks[CHUNKS:] for chunks in prefill]
+            self._launch([chunks[: self._chunks] for chunks in prefill], None)
+            prefill = [chunks[self._chunks :] for chunks in prefill]
         return found + self._read(all_but=len(self._flying) - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
@@ -236,7 +238,7 @@ class Engine:
         inputs = [(None, self._records.empty(n)) for n in rows]
         for count in tokens:
             ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((ids, self._records.empty(CHUNKS)))
+            inputs.append((ids, self._records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
@@ -258,7 +260,7 @@ class Engine:
     def _launch(self, work: list[list[Work]], rows: int | None) -> None:
         """Launch a program for the work of all lanes: of decoding `rows` rows, or of prefill."""
         ids = None if rows else flat_ids(work, self._sizes[1])
-        rows = rows or CHUNKS
+        rows = rows or self._chunks
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
         samples: dict[int, Sample] = {}

@@ -10,7 +10,7 @@ own. Invariant: what a row gives depends on its record and its pages alone.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -113,11 +113,13 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
     return layers
 
 
-def fitting_pages(programs: "EnginePrograms", params: dict, tokens: int, rows: int) -> int:
+def fitting_pages(
+    programs: "EnginePrograms", params: dict, largest: Sequence[tuple[int | None, int]]
+) -> int:
     """The pages of each lane that memory holds beside weights and the largest programs.
 
-    tokens: of the largest step of prefill. rows: of the largest step of decoding.
-    On a device that does not say its memory, so many that all rows have a quarter of their length.
+    `largest`: tokens (None: a step of decoding) and rows of these programs. On a device that does
+    not say its memory, so many that all rows have a quarter of their length.
     """
     sizes, device = programs.sizes, jax.tree.leaves(params)[0].devices().pop()
     stats = device.memory_stats() or {}
@@ -126,8 +128,8 @@ def fitting_pages(programs: "EnginePrograms", params: dict, tokens: int, rows: i
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
-    for ids, count in ((tokens, CHUNKS), (None, rows)):
-        memory = programs.lowered(params, ids, count).compile().memory_analysis()
+    for tokens, rows in largest:
+        memory = programs.lowered(params, tokens, rows).compile().memory_analysis()
         scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
     pages = int((free - scratch - _SPARE) // (two - one))
     if pages < sizes.width + 2:
