@@ -169,7 +169,7 @@ def _explained(error: ValidationError) -> str:
     message = re.sub(r"^(Input|String|Tuple|Dictionary) should", "must", message)
     if not first["loc"]:
         return message
-    name = ".".join(map(str, first["loc"]))
+    name = ".".join(ascii(part).strip("'")[:40] for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{name}: there is no such field"
     return f"{name}={reprlib.repr(first['input'])}: {message}"
