@@ -169,7 +169,7 @@ def _explained(error: ValidationError) -> str:
     message = re.sub(r"^(Input|String|Tuple|Dictionary) should", "must", message)
     if not first["loc"]:
         return message
-    name = ".".join(map(str, first["loc"]))
+    name = ".".join(ascii(part).strip("'")[:40] for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{name}: there is no such field"
     return f"{name}={reprlib.repr(first['input'])}: {message}"
@@ -250,8 +250,9 @@ class CompletionOutput:
     it was drawn from (`Drawn`).
     top_logprobs: for each token the likeliest ones' and its own, by id; None if not asked for.
     weight_versions: the version of the weights that made each token.
-    finish_reason: None while it is made; 'stop', 'length' or 'abort'.
-    stop_reason: the stop string or the id of `stop_token_ids` that ended it.
+    finish_reason: None while it is made; 'stop', 'length', 'abort', or 'error' where structured
+    output gave up.
+    stop_reason: the stop string or the id of `stop_token_ids` that ended it, or the error.
     """
 
     index: int = 0
@@ -284,7 +285,10 @@ class RequestOutput:
 
 
 class Matcher(Protocol):
-    """Follows one sample through its form (`grammar.py`)."""
+    """Follows one sample through its form (`grammar.py`); `error` says why it gave up."""
+
+    @property
+    def error(self) -> str: ...
 
     @property
     def is_complete(self) -> bool:
@@ -294,7 +298,7 @@ class Matcher(Protocol):
         """Tokens that may come next, bits uint32 [W]."""
 
     def advance(self, token: int) -> None:
-        """Add a token that `mask` allows."""
+        """Add a token that `mask` allowed."""
 
 
 class Answer:
@@ -349,7 +353,9 @@ class Answer:
         text = ""
         if not is_end or params.include_stop_str_in_output:
             text = self._text.push(token, may_stop)
-        if is_end:
+        if self.matcher is not None and self.matcher.error:
+            out.finish_reason, out.stop_reason = "error", self.matcher.error
+        elif is_end:
             out.stop_reason = token if token in params.stop_token_ids else None
             out.finish_reason = "stop"
         elif self._text.stopped or (self.matcher is not None and self.matcher.is_complete):

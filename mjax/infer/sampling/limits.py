@@ -50,7 +50,12 @@ def largest_reaching(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax
 
 
 def _float_at(place: jax.Array) -> jax.Array:
-    """The fp32 number at a place, uint32, in their order; NaN above infinity."""
+    """The fp32 number at a place, uint32, in their order; NaN above infinity.
+
+    Subnormal numbers are 0, as devices may compare them so.
+    """
     place = jnp.maximum(place, jnp.uint32(_MINUS_INFINITY))
     sign = jnp.uint32(1 << 31)
-    return jax.lax.bitcast_convert_type(jnp.where(place >= sign, place ^ sign, ~place), jnp.float32)
+    bits = jnp.where(place >= sign, place ^ sign, ~place)
+    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.abs(found) < _LEAST, 0.0, found)
