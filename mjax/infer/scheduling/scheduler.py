@@ -209,7 +209,7 @@ class Scheduler:
         for sequence in self.running.values():
             if not sequence.sampled:
                 room = self._prefill(plan, sequence, room)
-        if room and not plan.preempted:
+        if room and self._slots and not plan.preempted:
             self._admit(plan, room)
         for chunk in plan.chunks:
             self._publish(chunk.sequence)
@@ -267,42 +267,46 @@ class Scheduler:
 
         A sequence whose next page is in a chunk of this step waits for it and does not stop
         others. It does so for as long as the chunks of one sequence go along its own prompt.
+
+        A page stays free for each sequence that may need another one. Without this reserve the
+        next steps would preempt the newcomer, at the price of its whole prompt.
         """
         started, postponed = [], 0
+        reserve = sum(self._may_grow(s, len(s.pages)) for s in self.running.values())
+        computing = {hash for chunk in plan.chunks for hash in self._hash_at(chunk)}
         for *_, sequence in self._queue:
-            if not room or postponed >= len(self._slots):
+            if not room or postponed == len(self._slots):
                 break
-            if self._is_being_computed(plan, sequence):
+            usable = (len(sequence.tokens) - 1) // self.pool.page if sequence.reads_prefix else 0
+            hashes = sequence.hashes[:usable]
+            if not computing.isdisjoint(hashes):
                 postponed += 1
-            elif self._start(sequence):
+            elif self._start(sequence, hashes, reserve):
                 started.append(sequence)
+                reserve += self._may_grow(sequence, len(sequence.pages))
                 room = self._prefill(plan, sequence, room)
+                computing.update(self._hash_at(plan.chunks[-1]))
             else:
                 break
         for sequence in started:
             self._dequeue(sequence)
 
-    def _is_being_computed(self, plan: Plan, sequence: Sequence) -> bool:
-        if not sequence.reads_prefix:
-            return False
-        for chunk in plan.chunks:
-            number = chunk.first // self.pool.page
-            page = chunk.sequence.hashes[number : number + 1]
-            if page and page == sequence.hashes[number : number + 1] and page[0] not in self.pool:
-                return (number + 1) * self.pool.page < len(sequence.tokens)
-        return False
+    def _hash_at(self, chunk: Chunk) -> list[bytes]:
+        """Returns the hash of the page in which a chunk begins, if it will be shared later."""
+        number = chunk.first // self.pool.page
+        return [h for h in chunk.sequence.hashes[number : number + 1] if h not in self.pool]
 
-    def _start(self, sequence: Sequence) -> bool:
+    def _start(self, sequence: Sequence, hashes: list[bytes], reserve: int) -> bool:
         """Gives a waiting sequence a slot and the pages of all its tokens, False: they are short.
 
-        One page more must be left if it may need one, else the next step would preempt it.
+        - hashes: of the pages that it may share.
+        - reserve: pages that others may need in the next steps.
         """
-        pool, known = self.pool, len(sequence.tokens)
-        needed = self._pages(known)
-        spare = min(1, self._most_pages(sequence) - needed)
-        usable = (known - 1) // pool.page if sequence.reads_prefix else 0
-        hits = pool.match(sequence.hashes[:usable])
-        if needed - len(hits) + spare > pool.available:
+        pool = self.pool
+        needed = self._pages(len(sequence.tokens))
+        reserve += self._may_grow(sequence, needed)
+        hits = pool.match(hashes)
+        if needed - len(hits) + reserve > pool.available:
             pool.release(hits)
             return False
         sequence.pages = hits + pool.take(needed - len(hits))
@@ -364,6 +368,9 @@ class Scheduler:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.pool.page)
+
+    def _may_grow(self, sequence: Sequence, pages: int) -> bool:
+        return sequence.limit - 1 > pages * self.pool.page
 
     def _most_pages(self, sequence: Sequence) -> int:
         """Pages at the sequence's end; its very last token needs no entry in the cache."""
