@@ -114,7 +114,7 @@ def paged_attention(
     arrays = PagedArrays(q, keys, values, rows, sinks, scales)
     if each is None:
         return paged_prefill(arrays, call, prefill_tile(arrays))
-    return paged_decode(arrays, call, each, decode_tile(arrays), splits_of(arrays, each))
+    return paged_decode(arrays, call, each, decode_tile(arrays, each), splits_of(arrays, each))
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -213,11 +213,14 @@ MOST_SPLITS = 32  # of a row: memory for their parts
 MOST_PROGRAMS = 4096  # those beyond a row's length cost their start
 
 
-def decode_tile(arrays: PagedArrays) -> PagedTile:
-    """The tile for one or a few new tokens of each row."""
+def decode_tile(arrays: PagedArrays, each: int) -> PagedTile:
+    """The tile for `each` new tokens of each row, one or a few."""
+    queries = min(max(power_of_2(each * arrays.group), 16), 64)
     if arrays.values is None:
-        return PagedTile(16, 32, 4, 3)
-    return PagedTile(16, 64, 4, 3) if arrays.q.shape[-1] <= 128 else PagedTile(16, 32, 4, 3)
+        return PagedTile(min(queries, 32), 32, 8 if queries > 16 else 4, 3)
+    if arrays.q.shape[-1] > 128:
+        return PagedTile(queries, 32, 4, 3)
+    return PagedTile(queries, 64, 4, 3)
 
 
 def prefill_tile(arrays: PagedArrays) -> PagedTile:

@@ -302,7 +302,7 @@ def _walk(
             scores = tl.dot(query_tail, tl.trans(rest.to(query.dtype)), scores)
         if SCALED:
             scores *= tl.load(key_scales + places[0] + places[1], is_there, other=0.0)[None]
-        if SOFTCAP:
+        if SOFTCAP != 0:
             # tanh(y) = 1 - 2 / (1 + exp(2y))
             power = tl.exp2(scores * (2 * SCALE / SOFTCAP * LOG2E))
             scores = SOFTCAP - 2 * SOFTCAP / (1 + power)
@@ -311,7 +311,8 @@ def _walk(
             if WINDOW:
                 seen = seen & (position[:, None] - slot[None] < WINDOW)
             scores = tl.where(seen, scores, NEVER)
-        weights, left, top, total = softmax_step(scores, top, total, 1.0 if SOFTCAP else SCALE)
+        factor: tl.constexpr = SCALE if SOFTCAP == 0 else 1.0  # a cap is on scaled scores
+        weights, left, top, total = softmax_step(scores, top, total, factor)
         if LATENT:
             value = key
         else:
