@@ -7,6 +7,7 @@ on the device. Invariant: a request's tokens depend on the request and the weigh
 runs beside it, when it came, or how often it was preempted.
 """
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
 from mjax.infer.generate import mesh_of
+from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
 from mjax.infer.records import (
     Records,
@@ -36,7 +38,7 @@ from mjax.infer.records import (
     rules_of,
     united,
 )
-from mjax.infer.requests import Answer, Matcher, RequestOutput, SamplingParams, resolve
+from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
 from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
@@ -121,6 +123,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self.version, self._paused = 0, False
+        self.prefills = 0  # programs of prefill so far
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -131,11 +134,10 @@ class Engine:
         *,
         request_id: str | None = None,
         text: str | None = None,
-        matchers: Sequence[Matcher] = (),
     ) -> Request:
         """Put a request into the queue; its output grows with each `step`.
 
-        text: of the prompt. matchers: one for each sample whose form is given.
+        text: of the prompt.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
@@ -148,8 +150,7 @@ class Engine:
         salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
-            matcher = matchers[index] if matchers else None
-            answer = Answer(params, rules, self.tokenizer, prompt, index, matcher)
+            answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
             tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
             tokens.waits = answer.waits
             seed = (number if params.seed is None else params.seed) % 2**32
@@ -188,6 +189,7 @@ class Engine:
         if any(decode):
             self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
         while any(prefill):
+            self.prefills += 1
             self._launch([chunks[: self._chunks] for chunks in prefill], None)
             prefill = [chunks[self._chunks :] for chunks in prefill]
         return found + self._read(all_but=len(self._flying) - before)
@@ -368,6 +370,16 @@ class Engine:
                 f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
                 f"{self.limits.length}, the longest text here; shorten it"
             )
+
+    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """Follows one sample through the form that a request gives."""
+        if params.structured is None:
+            return None
+        return self._grammars.matcher(params.structured)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.cfg.vocab_size, self.eos)
 
     def _enqueue(self, request: Request, lane: Scheduler) -> None:
         """Give all samples to a scheduler, or none where it refuses one."""
