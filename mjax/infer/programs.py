@@ -37,7 +37,7 @@ from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards, parallel_of
 from mjax.sharding.rules import partition
 
-_SPARE = 512 << 20  # bytes for what the allocator cannot use
+_SPARE = 0.03  # of memory that caches leave free
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
 
 
@@ -131,7 +131,9 @@ def fitting_pages(
     for tokens, rows in largest:
         memory = programs.lowered(params, tokens, rows).compile().memory_analysis()
         scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
-    pages = int((free - scratch - _SPARE) // (two - one))
+    # As much again is for the compiler's trials and for holes between arrays.
+    spare = 2 * scratch + _SPARE * stats["bytes_limit"]
+    pages = int((free - spare) // (two - one))
     if pages < sizes.width + 2:
         raise UserError(
             f"{free / 1e9:.1f} GB of memory are left for caches and {scratch / 1e9:.1f} GB are "
