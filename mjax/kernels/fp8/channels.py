@@ -9,18 +9,23 @@ depends on the row and the weight alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
+from mjax.kernels.base.chooser import choose
+from mjax.kernels.base.triton_call import triton_call
 from mjax.kernels.elementwise.gate import E4M3
 from mjax.kernels.fp8.quantize import quantize_to, scale_of
 from mjax.sharding.spec import ParamSpec
 
-FEWEST_ROWS = 16  # of cuBLASLt's products of 8 bits
+FEWEST_ROWS = 16  # of a product of 8 bits, by cuBLASLt or our kernel
+PROGRAMS = 256  # of our kernel that are enough for a GPU
 
 
 @register_dataclass
@@ -76,14 +81,84 @@ class Channels8:
 
     def product(self, x: jax.Array) -> jax.Array:
         """The product with x [M, K] -> [M, N] in x's dtype."""
-        count, width = x.shape
-        scale = scale_of(jnp.max(jnp.abs(x), -1, keepdims=True).astype(jnp.float32), E4M3)
-        rows = quantize_to(x, scale, E4M3)
-        if count < FEWEST_ROWS:
-            rows = jnp.pad(rows, ((0, FEWEST_ROWS - count), (0, 0)))
-        matrix, contract = self.values.reshape(-1, width), (((1,), (1,)), ((), ()))
-        y = lax.dot_general(rows, matrix, contract, preferred_element_type=x.dtype)[:count]
-        return (y * (1 / scale) * self.scales.reshape(-1)).astype(x.dtype)
+        matrix, scales = self.values.reshape(-1, x.shape[1]), self.scales.reshape(-1)
+        if choose("channels8", x.dtype, (*x.shape, len(matrix))).name == "triton":
+            return multiply_few(x, matrix, scales, tile_of(*matrix.shape))
+        return _multiply(x, matrix, scales)
+
+
+class ChannelTile(NamedTuple):
+    """Sizes of a program of the kernel, its warps and loads in flight, and parts of the inputs."""
+
+    outputs: int = 64
+    inputs: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def tile_of(outputs: int, inputs: int) -> ChannelTile:
+    """The tile for a weight [N, K]: inputs are split until programs fill a GPU twice."""
+    splits, programs = 1, -(-outputs // ChannelTile().outputs)
+    while splits * programs < PROGRAMS and inputs % (2 * splits * ChannelTile().inputs) == 0:
+        splits *= 2
+    return ChannelTile(splits=splits)
+
+
+def multiply_few(
+    x: jax.Array, matrix: jax.Array, scales: jax.Array, tile: ChannelTile
+) -> jax.Array:
+    """x [M, K] times the transpose of e4m3 [N, K] and scales fp32 [N] -> [M, N], by kernels."""
+    from mjax.kernels.fp8.channels_triton import multiply_channels as kernel
+
+    (count, width), outputs = x.shape, len(matrix)
+    rows = max(FEWEST_ROWS, pl.next_power_of_2(count))
+    x8, factors = round_by_kernel(x, rows)
+    dtype = x.dtype if tile.splits == 1 else jnp.float32
+    (y,) = triton_call(
+        kernel,
+        [x8, matrix, factors, scales],
+        [jax.ShapeDtypeStruct((tile.splits, rows, outputs), dtype)],
+        programs=-(-outputs // tile.outputs) * tile.splits,
+        warps=tile.warps,
+        N=outputs,
+        K=width,
+        ROWS=rows,
+        SPLITS=tile.splits,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        STAGES=tile.stages,
+    )
+    return y.sum(0)[:count].astype(x.dtype)
+
+
+def round_by_kernel(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """x [M, K] in e4m3 [rows, K], zero beyond M, and the factors [rows] that give it back."""
+    from mjax.kernels.fp8.channels_triton import round_rows as kernel
+
+    count, width = x.shape
+    values = jax.ShapeDtypeStruct((rows, width), E4M3)
+    return triton_call(
+        kernel,
+        [x],
+        [values, jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        programs=rows,
+        warps=4 if width <= 2**13 else 8,
+        ROWS=count,
+        K=width,
+        BLOCK=pl.next_power_of_2(width),
+    )
+
+
+def _multiply(x: jax.Array, matrix: jax.Array, scales: jax.Array) -> jax.Array:
+    """`multiply_few` of any number of rows, in plain JAX."""
+    count, contract = len(x), (((1,), (1,)), ((), ()))
+    scale = scale_of(jnp.max(jnp.abs(x), -1, keepdims=True).astype(jnp.float32), E4M3)
+    rows = quantize_to(x, scale, E4M3)
+    if count < FEWEST_ROWS:
+        rows = jnp.pad(rows, ((0, FEWEST_ROWS - count), (0, 0)))
+    y = lax.dot_general(rows, matrix, contract, preferred_element_type=x.dtype)[:count]
+    return (y * (1 / scale) * scales).astype(x.dtype)
 
 
 def _outputs_first(value: jax.Array, inputs: int) -> jax.Array:
