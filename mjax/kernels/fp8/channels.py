@@ -25,7 +25,7 @@ from mjax.kernels.fp8.quantize import quantize_to, scale_of
 from mjax.sharding.spec import ParamSpec
 
 FEWEST_ROWS = 16  # of a product of 8 bits, by cuBLASLt or our kernel
-PROGRAMS = 256  # of our kernel that are enough for a GPU
+ENOUGH_PROGRAMS = 256  # of our kernel that are enough for a GPU
 
 
 @register_dataclass
@@ -84,7 +84,7 @@ class Channels8:
         matrix, scales = self.values.reshape(-1, x.shape[1]), self.scales.reshape(-1)
         if choose("channels8", x.dtype, (*x.shape, len(matrix))).name == "triton":
             return multiply_few(x, matrix, scales, tile_of(*matrix.shape))
-        return _multiply(x, matrix, scales)
+        return multiply_rounded(x, matrix, scales)
 
 
 class ChannelTile(NamedTuple):
@@ -100,7 +100,7 @@ class ChannelTile(NamedTuple):
 def tile_of(outputs: int, inputs: int) -> ChannelTile:
     """The tile for a weight [N, K]: inputs are split until programs fill a GPU twice."""
     splits, programs = 1, -(-outputs // ChannelTile().outputs)
-    while splits * programs < PROGRAMS and inputs % (2 * splits * ChannelTile().inputs) == 0:
+    while splits * programs < ENOUGH_PROGRAMS and inputs % (2 * splits * ChannelTile().inputs) == 0:
         splits *= 2
     return ChannelTile(splits=splits)
 
@@ -150,13 +150,15 @@ def round_by_kernel(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _multiply(x: jax.Array, matrix: jax.Array, scales: jax.Array) -> jax.Array:
+def multiply_rounded(x: jax.Array, matrix: jax.Array, scales: jax.Array) -> jax.Array:
     """`multiply_few` of any number of rows, in plain JAX."""
     count, contract = len(x), (((1,), (1,)), ((), ()))
     scale = scale_of(jnp.max(jnp.abs(x), -1, keepdims=True).astype(jnp.float32), E4M3)
     rows = quantize_to(x, scale, E4M3)
     if count < FEWEST_ROWS:
         rows = jnp.pad(rows, ((0, FEWEST_ROWS - count), (0, 0)))
+    # XLA would make one product of two weights for the same rows, and copy both for it each time.
+    rows, matrix = lax.optimization_barrier((rows, matrix))
     y = lax.dot_general(rows, matrix, contract, preferred_element_type=x.dtype)[:count]
     return (y * (1 / scale) * scales).astype(x.dtype)
 
