@@ -78,7 +78,7 @@ def test_memory_of_matmuls_halves_and_the_rest_stays():
 
     def check(spec, wide, small):
         before, after = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (wide, small))
-        if spec.takes_fp8 and not spec.is_of_experts:
+        if spec.takes_fp8:
             outputs = spec.size // np.prod(spec.shape[spec.lead :][: spec.inputs])
             assert after == before // 2 + 4 * outputs
         else:
