@@ -91,7 +91,7 @@ class Engine:
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
-        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
+        weight_dtype: "fp8" rounds weights of layers' matmuls to e4m3 (`Channels8`).
         donate: frees `params` while they are copied.
         Raises `UserError` for a model that the engine does not serve.
         """
