@@ -253,6 +253,15 @@ def _channels(x, places, FIRST, COUNT, WIDTH):
 
 
 @triton.jit
+def _widened(x, query):
+    """A tile of keys or values in the dtype of queries."""
+    if x.dtype == tl.float8e4nv:
+        # steps that run at full speed; a GPU takes far longer from fp16 to bf16
+        x = x.to(tl.float16).to(tl.float32)
+    return x.to(query.dtype)
+
+
+@triton.jit
 def _walk(
     query,
     query_tail,
@@ -295,11 +304,11 @@ def _walk(
         page = _page(table, start + KEYS, end, PAGE, KEYS)
         # later slots may hold NaN, of which zero times is NaN
         key = tl.load(_channels(keys, places, 0, MAIN, WIDTH), is_there[:, None], other=0.0)
-        key = key.to(query.dtype)
+        key = _widened(key, query)
         scores = tl.dot(query, tl.trans(key))
         if TAIL:
             rest = tl.load(_channels(keys, places, MAIN, TAIL, WIDTH), is_there[:, None], other=0.0)
-            scores = tl.dot(query_tail, tl.trans(rest.to(query.dtype)), scores)
+            scores = tl.dot(query_tail, tl.trans(_widened(rest, query)), scores)
         if SCALED:
             scores *= tl.load(key_scales + places[0] + places[1], is_there, other=0.0)[None]
         if SOFTCAP != 0:
@@ -317,7 +326,7 @@ def _walk(
             value = key
         else:
             at = _channels(values, places, 0, VALUES, VALUES)
-            value = tl.load(at, is_there[:, None], other=0.0).to(query.dtype)
+            value = _widened(tl.load(at, is_there[:, None], other=0.0), query)
         if SCALED:
             weights *= tl.load(value_scales + places[0] + places[1], is_there, other=0.0)[None]
         mean = tl.dot(weights.to(query.dtype), value, mean * left[:, None])
