@@ -26,7 +26,7 @@ from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
 from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
+from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, StepState, fitting_pages
 from mjax.infer.records import (
     Records,
     Request,
@@ -116,13 +116,13 @@ class Engine:
             for _ in range(lanes)
         ]
         self._records = Records(lanes, limits, width)
-        self._state = self.programs.empty()
+        self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
-        self.version, self._paused = 0, False
+        self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
 
     # ---- requests --------------------------------------------------------------------------------
@@ -225,17 +225,19 @@ class Engine:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._state = None
+        self._state, self._sleeps = None, True
         for lane in self.lanes:
             lane.pool.forget()
 
     def wake(self) -> None:
-        """Take memory for caches again after `sleep`."""
-        if self._state is None:
-            self._state = self.programs.empty()
+        """Take requests again after `sleep`."""
+        self._sleeps = False
 
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
-        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+        """Compile the programs of all sizes for these kinds of draws; returns their number.
+
+        The compiler tries kernels in memory that the caches take with the first request.
+        """
         rows, tokens = self._sizes
         inputs = [(None, self._records.empty(n)) for n in rows]
         for count in tokens:
@@ -271,6 +273,8 @@ class Engine:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
+        if self._state is None:
+            self._state = self.programs.empty()
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
         if draws.penalties:
@@ -286,9 +290,10 @@ class Engine:
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
         shapes = [None if x is None else x.shape for x in (ids, records, *vars(rules).values())]
-        key = *shapes, draws, self._state.counts is None
+        state = self.programs.abstract_state if self._state is None else self._state
+        key = *shapes, draws, state.counts is None
         if key not in self._compiled:
-            inputs = self._params, self._state, ids, records, rules
+            inputs = self._params, state, ids, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
@@ -356,7 +361,7 @@ class Engine:
         for name, remedy in missing.items():
             if getattr(params, name) is not None:
                 raise UserError(f"SamplingParams: {name} is not built in the engine; {remedy}")
-        if self._state is None:
+        if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")

@@ -189,11 +189,23 @@ class EnginePrograms:
 
     def lowered(self, params: dict, tokens: int | None, rows: int) -> jax.stages.Lowered:
         """A greedy step before it is compiled: of prefill of `tokens`, or of decoding."""
-        state = jax.eval_shape(self._empty)
+        state = self.abstract_state
         ids = None if tokens is None else np.zeros((self.lanes, tokens), np.int32)
         width = record_dtype(self.sizes.width).itemsize // 4
         records = np.zeros((self.lanes * rows, width), np.int32)
         return self.step.lower(params, state, ids, records, RowRules(), draws=Draws())
+
+    @functools.cached_property
+    def abstract_state(self) -> StepState:
+        """The state without rows, as shapes with their shardings."""
+        shapes, shardings = jax.eval_shape(self._empty), self._shardings(self._states(False))
+        if shardings is None:
+            return shapes
+
+        def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, shapes, shardings)
 
     def _empty(self) -> StepState:
         def cache(spec: CacheSpec) -> jax.Array:
