@@ -66,7 +66,7 @@ def test_pages_are_not_copied(name):
     with believed(HOPPER), compiler_told(H200.details.capability):
         arguments = pages, array((tokens, heads, width)), new, scales, rows, sinks
         made = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
-    kernels = ["paged_tiles"] if each is None else ["paged_splits", "merge_splits"]
+    kernels = ["attend_to_pages", *(["merge_splits"] if each else [])]
     text, memory = made.as_text(), made.memory_analysis()
     assert re.findall(r"custom-call\(.*/(\w+)/triton_kernel_call", text) == kernels
     size = sum(p.size * p.dtype.itemsize for p in pages)

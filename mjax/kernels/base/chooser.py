@@ -21,7 +21,7 @@ from mjax.kernels.base.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
 PAGED_HEADS = ((64, 64), (128, 128), (256, 256), (576, 512))  # keys and values, of paged attention
-PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it, or are divided by it
+PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")

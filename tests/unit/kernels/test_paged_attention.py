@@ -17,9 +17,8 @@ from mjax.kernels.attention.paged import (
     PagedRows,
     PagedTile,
     Splits,
+    attend_by_tiles,
     paged_attention,
-    paged_decode,
-    paged_prefill,
     places_of_tokens,
     tokens_of_rows,
     write_pages,
@@ -182,11 +181,11 @@ def test_the_reference_equals_fp64(name):
     assert_near(got, wanted(case, made))
 
 
-# a tile of keys is half a page, a page, two pages; one walker takes all splits, some, one each
+# a tile of keys is half a page or a page; one walker takes all splits, some, one each
 TILES = {
     "half a page": (PagedTile(4, 4, 1, 1), Splits(2, 1)),
     "a page": (PagedTile(16, 8, 1, 1), Splits(1, 2)),
-    "two pages": (PagedTile(8, 16, 1, 1), Splits(2, 3)),
+    "fewer queries": (PagedTile(8, 8, 1, 1), Splits(2, 3)),
 }
 
 
@@ -199,11 +198,11 @@ def test_kernels_equal_fp64(monkeypatch, name, tile):
     made = drawn(case, np.random.default_rng(len(name)))
     arrays = arrays_of(case, made)
     if case.each is None:
-        got = paged_prefill(arrays, call_of(case), tile)
-        assert ran == ["paged_tiles"]
+        got = attend_by_tiles(arrays, call_of(case), None, tile)
+        assert ran == ["attend_to_pages"]
     else:
-        got = paged_decode(arrays, call_of(case), case.each, tile, splits)
-        assert ran == ["paged_splits", "merge_splits"]
+        got = attend_by_tiles(arrays, call_of(case), case.each, tile, splits)
+        assert ran == ["attend_to_pages", "merge_splits"]
     assert_near(got, wanted(case, made))
 
 
