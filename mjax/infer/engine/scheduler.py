@@ -220,20 +220,20 @@ class Scheduler:
     def _decode(self, plan: Plan) -> bool:
         """Plans one token for each row that has its last one on the device, False: drain first.
 
-        Preempts others until each row has its page. A sequence alone always has: see `add`.
+        Preempts others until each row has its page. One sequence alone always has: see `add`.
+        There are no more rows than tokens in a step, as each began in a step with the others.
         """
         while True:
             running = self.running.values()
             rows = [s for s in running if s.sampled and not s.is_launched]
-            del rows[self.limits.tokens :]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
                 break
-            victims = [s for s in reversed(running) if not s.is_launched]
-            if len(victims) == 1 or any(s.flying for s in running):
+            if any(s.flying for s in running):
                 return False
-            victim = max(victims, key=lambda s: s.priority)  # the first, so the last admitted
+            # The first of equals wins: in this order the one admitted last.
+            victim = max(reversed(running), key=lambda s: s.priority)
             self._stop(victim)
             self._enqueue(victim)
             plan.preempted.append(victim)
