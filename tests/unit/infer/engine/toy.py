@@ -94,8 +94,7 @@ class Toy:
         assert rows <= self.scheduler.limits.tokens
         assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
         assert not self.scheduler.limits.prefill_alone or len(plan.chunks) <= 1
-        if plan.drain:
-            assert not rows and not plan.preempted
+        assert not plan.drain or not rows
         for sequence in plan.preempted:
             assert not sequence.flying and sequence.queued
             assert all(s in running for s in self.scheduler.running.values())
