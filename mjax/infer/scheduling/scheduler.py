@@ -229,11 +229,7 @@ class Scheduler:
         while True:
             running = self.running.values()
             rows = [s for s in running if s.sampled and not s.is_launched]
-<<<<<<< HEAD:mjax/infer/scheduling/scheduler.py
             rows = [s for s in rows if not (s.waits and s.flying)]
-            del rows[self.limits.tokens :]
-=======
->>>>>>> g43-sched:mjax/infer/engine/scheduler.py
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
