@@ -1,4 +1,4 @@
-"""What a user asks of a text, with vLLM's names of fields, and what comes back.
+"""Requests for texts, with vLLM's names of fields, and what comes back.
 
 `SamplingParams` is checked where it is made: each mistake is one line that names its field.
 `resolve` turns it into ids of a vocabulary. `Answer` follows one sample while it is made: its
@@ -420,10 +420,10 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     given = [mask for mask in masks if mask is not None]
     ids, values, banned, allowed = None, None, None, None
     if any(biases):
-        ids = _table([[*bias] for bias in biases], np.int32, -1)
-        values = _table([[*bias.values()] for bias in biases], np.float32, 0)
+        ids = _columns([[*bias] for bias in biases], np.int32, -1)
+        values = _columns([[*bias.values()] for bias in biases], np.float32, 0)
     if any(bans):
-        banned = _table(bans, np.int32, -1)
+        banned = _columns(bans, np.int32, -1)
     if given:
         allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
         for row, mask in enumerate(masks):
@@ -431,7 +431,7 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     return RowRules(ids, values, allowed, banned)
 
 
-def _table(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+def _columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
     """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
     width, longest = 16, max(map(len, rows))
     while width < longest:

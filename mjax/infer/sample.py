@@ -219,23 +219,26 @@ def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
     """Logits [R, V] with the bias of their rows."""
     if rules.bias_ids is None:
         return logits
-    return logits.at[_places(rules.bias_ids, logits)].add(rules.bias_values, mode="drop")
+    return logits.at[_token_places(rules.bias_ids, logits)].add(rules.bias_values, mode="drop")
 
 
 def forbidden(logits: jax.Array, rules: RowRules) -> jax.Array:
     """Logits [R, V], those of forbidden tokens at minus infinity."""
     if rules.allowed is not None:
-        size = logits.shape[-1]
-        bits = rules.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        bits = bits.reshape(len(bits), -1)[:, :size]
-        bits = jnp.pad(bits, ((0, 0), (0, size - bits.shape[1])))
-        logits = jnp.where(bits == 1, logits, -jnp.inf)
+        logits = jnp.where(_flags(rules.allowed, logits.shape[-1]), logits, -jnp.inf)
     if rules.banned is not None:
-        logits = logits.at[_places(rules.banned, logits)].set(-jnp.inf, mode="drop")
+        logits = logits.at[_token_places(rules.banned, logits)].set(-jnp.inf, mode="drop")
     return logits
 
 
-def _places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _flags(words: jax.Array, size: int) -> jax.Array:
+    """The first `size` bits of each row of words uint32 [R, W], bool; false beyond the words."""
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = bits.reshape(len(words), -1)[:, :size]
+    return jnp.pad(bits, ((0, 0), (0, size - bits.shape[1]))) == 1
+
+
+def _token_places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The places of tokens [R, E] in logits; those of -1 are beyond them."""
     return jnp.arange(len(ids))[:, None], jnp.where(ids < 0, logits.shape[-1], ids)
 

@@ -50,7 +50,7 @@ def test_a_wrong_field_is_one_line_with_its_name(name):
             SamplingParams(**{name: value})
         text = str(error.value)
         assert text.startswith("SamplingParams: ") and "\n" not in text and len(text) < 300
-    with pytest.raises(UserError, match=r"^SamplingParams: a..nb: there is no such field$"):
+    with pytest.raises(UserError, match=r"^SamplingParams: a.nb: there is no such field$"):
         SamplingParams(**{"a\nb": 1})
     assert WRONG.keys() >= SamplingParams.model_fields.keys()
 
