@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.errors import UserError
-from mjax.infer.sampling.limits import limited
+from mjax.infer.sampling.limits import likeliest, limited
 from mjax.infer.sampling.noise import noise
 
 # The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
@@ -203,7 +203,7 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         z = left
     if not draws.top:
         return Drawn(token, _log_prob(logits, token), _log_prob(z, token))
-    _, ids = jax.lax.top_k(logits, draws.top)
+    ids = likeliest(logits, draws.top)
     best = jax.vmap(_log_prob, (None, 1), 1)(logits, ids)
     return Drawn(token, _log_prob(logits, token), _log_prob(z, token), ids, best)
 

@@ -21,7 +21,7 @@ from mjax.infer.sample import (
     settings_of,
     verify,
 )
-from mjax.infer.sampling.limits import largest_reaching, limited
+from mjax.infer.sampling.limits import largest_reaching, likeliest, limited
 from mjax.infer.sampling.noise import gumbel, noise
 
 VOCAB = 83
@@ -296,6 +296,17 @@ def test_the_likeliest_tokens_come_with_their_log_probs():
     np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(scores, order, 1), rtol=1e-5)
     np.testing.assert_allclose(found.logprob, scores[np.arange(4), found.token], rtol=1e-5)
     assert (found.processed > found.logprob).all(), "of two tokens that are left"
+
+
+def test_the_likeliest_of_a_large_vocabulary_are_those_of_sorting():
+    rng = np.random.default_rng(0)
+    z = np.round(rng.normal(size=(6, 3001)), 1).astype(np.float32)  # with many ties
+    z[1] = 0.0
+    z[2, 5:] = -np.inf
+    z[3] = np.arange(3001)
+    z[4, 2999:] = 9
+    order = np.argsort(-z, axis=1, kind="stable")[:, :9]
+    np.testing.assert_array_equal(jax.jit(likeliest, static_argnums=1)(z, 9), order)
 
 
 def test_counts_follow_prompts_and_outputs():
