@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -37,7 +38,6 @@ _Texts = Annotated[
     Field(max_length=64),
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Key = Annotated[_Id, BeforeValidator(lambda key: int(key) if str(key).isdecimal() else key)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Shown = Annotated[int, Field(ge=0, le=20)]  # tokens of which log-probabilities are shown
@@ -335,7 +335,11 @@ class Answer:
         top: Mapping[int, float] | None = None,
         version: int = 0,
     ) -> str:
-        """Add a token, unless the sample has ended; returns the text that is now certain."""
+        """Add a token, unless the sample has ended; returns the text that is now certain.
+
+        `top`: log-probabilities of the likeliest tokens, the likeliest first; those that the
+        request does not ask for are left out.
+        """
         out, params = self.output, self.params
         if out.finish_reason is not None:
             return ""
@@ -344,7 +348,8 @@ class Answer:
         out.processed_logprobs.append(processed)
         out.weight_versions.append(version)
         if out.top_logprobs is not None:
-            out.top_logprobs.append({**(top or {}), token: logprob})
+            shown = islice((top or {}).items(), params.logprobs)
+            out.top_logprobs.append({**dict(shown), token: logprob})
         made = len(out.token_ids)
         may_stop = made >= max(params.min_tokens, 1)
         is_end = token in self.rules.ends and may_stop

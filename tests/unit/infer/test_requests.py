@@ -156,6 +156,7 @@ def test_nothing_ends_a_sample_before_min_tokens():
 def test_log_probs_come_as_asked():
     out = answer(b"ab", logprobs=1).output
     assert out.top_logprobs == [{7: -0.1, 97: -1.0}, {7: -0.1, 98: -1.0}]
+    assert answer(b"a", logprobs=0).output.top_logprobs == [{97: -1.0}]
     assert out.logprobs == [-1.0, -1.0] and out.processed_logprobs == [-0.5, -0.5]
     assert out.weight_versions == [3, 3] and answer(b"ab").output.top_logprobs is None
 
