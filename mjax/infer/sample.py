@@ -11,7 +11,7 @@ differs only where top-p and min-p are both set.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -190,29 +190,33 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         z = penalized(z, rows.counts, rows.settings)
     z = forbidden(z, rows.rules)
     token = jnp.argmax(z, -1).astype(jnp.int32)
+    left = _below_largest(z)
     if draws.random:
         hot = rows.settings["temperature"] > 0
-        # Differences to the likeliest, which at the least temperature are 0 or minus infinity.
+        # At the least temperature differences to the likeliest become 0 or minus infinity.
         divisor = jnp.maximum(jnp.where(hot, rows.settings["temperature"], 1.0), _LEAST)
-        left = (z - z.max(-1, keepdims=True)) / divisor[:, None]
+        left = left / divisor[:, None]
         if draws.limited:
             left = jnp.where(hot[:, None], limited(left, rows.settings), left)
         gumbel = noise(rows.seed, rows.index, rows.position, z.shape[-1])
-        drawn = jnp.argmax(left + gumbel, -1).astype(jnp.int32)
-        token = jnp.where(hot, drawn, token)
-        z = left
+        token = jnp.where(hot, jnp.argmax(left + gumbel, -1).astype(jnp.int32), token)
+    own = _below_largest(logits)
+    drawn = Drawn(token, _log_prob(own, token), _log_prob(left, token))
     if not draws.top:
-        return Drawn(token, _log_prob(logits, token), _log_prob(z, token))
+        return drawn
     ids = likeliest(logits, draws.top)
-    best = jax.vmap(_log_prob, (None, 1), 1)(logits, ids)
-    return Drawn(token, _log_prob(logits, token), _log_prob(z, token), ids, best)
+    scores = jax.vmap(_log_prob, (None, 1), 1)(own, ids)
+    return replace(drawn, top_ids=ids, top_logprobs=scores)
 
 
-def _log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """Log-probabilities fp32 [R] of tokens; a constant added to a row's logits changes no bit."""
-    logits = logits - logits.max(-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    return chosen - jnp.log(jnp.exp(logits).sum(-1))
+def _below_largest(logits: jax.Array) -> jax.Array:
+    return logits - logits.max(-1, keepdims=True)
+
+
+def _log_prob(differences: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities fp32 [R] of tokens, from differences to the largest logit of each row."""
+    chosen = jnp.take_along_axis(differences, token[:, None], 1)[:, 0]
+    return chosen - jnp.log(jnp.exp(differences).sum(-1))
 
 
 def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
