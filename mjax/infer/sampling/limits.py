@@ -55,12 +55,17 @@ def largest_reaching(z: jax.Array, weights: jax.Array, target: jax.Array) -> jax
     Weights are 0 or more. Minus infinity where all of them do not reach it.
     """
     digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
-    place = jnp.zeros(target.shape, jnp.uint32)
-    for shift in range(32 - _DIGIT, -1, -_DIGIT):
-        bounds = _float_at(place | digits << shift)
-        sums = _sums_above(z, weights, bounds)
-        digit = sum((s[:, None] >= target).astype(jnp.uint32) for s in sums)
-        place |= digit << shift
+    shifts = jnp.arange(32 - _DIGIT, -1, -_DIGIT, dtype=jnp.uint32)
+
+    def decide(place: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
+        candidates = place | digits << shift
+        sums = _sums_above(z, weights, _float_at(candidates))
+        reached = [(s[:, None] >= target).astype(jnp.uint32) for s in sums]
+        digit = sum(reached)
+        return place | digit << shift, None
+
+    lowest = jnp.zeros(target.shape, jnp.uint32)
+    place, _ = jax.lax.scan(decide, lowest, shifts)
     return _float_at(place)
 
 
