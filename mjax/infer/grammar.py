@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import UserError, first_line, or_user_error
+from mjax.errors import UserError, or_user_error
 from mjax.infer.requests import Structured
 
 _MOST_LETTERS = 1_000_000  # characters of a schema
@@ -40,8 +40,10 @@ class Grammars:
     def matcher(self, form: Structured) -> "GrammarMatcher":
         """Follow one sample through a form. Raises `UserError` for a form that cannot be read."""
         found = self._library.LLMatcher(self._tokens, self._text(form), log_level=0)
+        if not found.is_error():
+            found.compute_bitmask()  # which finds out where no text has the form
         if found.is_error():
-            raise UserError(f"SamplingParams: structured: {first_line(found.get_error())}")
+            raise UserError(f"SamplingParams: structured: {_said_by(found)}")
         return GrammarMatcher(found, self._words)
 
     def _text(self, form: Structured) -> str:
@@ -72,7 +74,7 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
-        return first_line(ValueError(self._inner.get_error())) if self._inner.is_error() else ""
+        return _said_by(self._inner) if self._inner.is_error() else ""
 
     @property
     def is_complete(self) -> bool:
@@ -98,6 +100,11 @@ class GrammarMatcher:
     def copy(self) -> "GrammarMatcher":
         """A matcher in the same state, for another sample of the request."""
         return GrammarMatcher(self._inner.deep_copy(), self._words)
+
+
+def _said_by(matcher) -> str:
+    """The error of a matcher of llguidance in one line."""
+    return " ".join(matcher.get_error().split())[:300]
 
 
 class _Vocabulary:

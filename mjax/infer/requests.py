@@ -29,6 +29,21 @@ from mjax.infer.sample import RowRules, Sampling
 from mjax.infer.text import TextStream
 
 _MOST = 1024  # entries of a list
+
+
+def _whole_number(text: Any) -> Any:
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
+
+
+def _with_names(given: Any) -> Any:
+    """A dictionary whose keys are texts, as those of calls have to be."""
+    if not isinstance(given, dict):
+        return given
+    return {
+        key if isinstance(key, str) else reprlib.repr(key): value for key, value in given.items()
+    }
+
+
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 _Ids = Annotated[tuple[_Id, ...], Strict(False), Field(max_length=_MOST)]
@@ -38,7 +53,7 @@ _Texts = Annotated[
     Field(max_length=64),
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
-_Key = Annotated[_Id, BeforeValidator(lambda key: int(key) if str(key).isdecimal() else key)]
+_Key = Annotated[_Id, BeforeValidator(_whole_number)]  # keys of JSON are texts
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Shown = Annotated[int, Field(ge=0, le=20)]  # tokens of which log-probabilities are shown
 
@@ -111,7 +126,7 @@ class SamplingParams(_Checked):
     allowed_token_ids: Annotated[tuple[_Id, ...], Strict(False), Field(min_length=1)] | None = None
     logprobs: _Shown | None = None
     prompt_logprobs: _Shown | None = None
-    structured: Structured | None = None
+    structured: Annotated[Structured, BeforeValidator(_with_names)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: _Text | None = None
     adapter: _Text | None = None

@@ -35,7 +35,7 @@ WRONG = {
     "allowed_token_ids": [5, [], [-1], ["a"]],
     "logprobs": [-1, 21, True, 1.5, "1"],
     "prompt_logprobs": [-1, 21, True],
-    "structured": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"json": {}}, "a+"],
+    "structured": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {1: 2}, "a+"],
     "priority": [2**31, "high", 0.5],
     "cache_salt": ["", 5],
     "adapter": ["", 5],

