@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     out = commands.add_parser("export", help="to a Hugging Face folder")
-    about = "a run or a checkpoint; RUN@best: the step of lowest held-out loss"
+    about = "a run or a checkpoint; RUN@best: its step of lowest held-out loss; RUN@160: a step"
     out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT", help=about)
     out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")

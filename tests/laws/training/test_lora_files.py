@@ -23,6 +23,7 @@ from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.models.base.adapted import is_of_adapter
+from mjax.run.dry_run import dry_run
 from mjax.run.resume import resume
 from mjax.train import Trainer
 from tests.adapters import adapted_values
@@ -194,6 +195,10 @@ def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
         trainer = Trainer(load(None, [*MODEL, *LORA, key]), devices=jax.devices()[:1])
         with pytest.raises(UserError, match=message):
             starting_arrays(back, flat(trainer.specs))
+        given = *keys, key, f"lora.init={tmp_path}/adapter", "train.global_batch_size=8"
+        planned = load(None, [*MODEL, *LORA, *given])
+        with pytest.raises(UserError, match=message):
+            dry_run(planned, compiles=False)
 
 
 def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypatch):
