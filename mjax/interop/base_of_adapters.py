@@ -13,11 +13,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.checkpoint.base.source import arrays
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
-from mjax.interop.first_adapters import start_adapters
+from mjax.interop.adapters_of_run import (
+    joined_trees,
+    only_adapters,
+    start_adapters,
+    without_adapters,
+)
 from mjax.interop.partial_load import Fit
 from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import beside, codes_of, is_magnitude, round_weight, wide_spec
-from mjax.models.base.adapted import joined_trees, only_adapters, part_path, without_adapters
+from mjax.models.base.adapted import part_path
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from mjax.config.languages.remat import offloaded
 from mjax.config.schema.run import Config
 from mjax.errors import INTERRUPTED, UserError, first_line
+from mjax.interop.adapters_of_run import wide_adapters
 from mjax.kernels.nf4.parameters import as_weights
-from mjax.models.base.adapted import wide_adapters
 from mjax.models.flops import flops_of_run
 from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import stage_lines

@@ -22,8 +22,8 @@ from mjax.config.load import dump
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.files import replace_text
+from mjax.interop.adapters_of_run import wide_adapters
 from mjax.kernels.nf4.parameters import as_weights
-from mjax.models.base.adapted import wide_adapters
 from mjax.models.flops import flops_of_run
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import batch_range, final_step, rates_of_step

@@ -29,11 +29,11 @@ from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapted_source import read_starting_arrays
+from mjax.interop.adapters_of_run import joined_trees, without_adapters
 from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
-from mjax.models.base.adapted import joined_trees, without_adapters
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays

@@ -109,7 +109,9 @@ class MLA(BranchModule):
             cache = cache.write(latent, new)
             latent, arrays = cache.read(arrays, new, q.shape[1])
             call = replace(call, implementation="xla")
-        if cache is not None and q.shape[1] == 1:
+        adapter = weight_of(self.kv_b).adapter
+        is_one_weight = adapter is None or adapter.scales is None
+        if cache is not None and q.shape[1] == 1 and is_one_weight:
             out = self._decode(q, cache, call, arrays)
         else:
             out = self._attend(q, latent, call, arrays, ctx)

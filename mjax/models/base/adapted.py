@@ -1,9 +1,10 @@
 """Which parameters of a model get adapters (`lora` of the config), and how weights meet them.
 
 The adapter of a parameter `q` is an entry `q_lora` beside it, {"a", "b"} and with DoRA "magnitude"
-(`models/base/adapter.py`). To the rest of mjax these are parameters like others: they are sharded,
-gathered, trained and saved by their declarations. Only here do they join the weight. All other
-parameters are frozen, and stored in the dtype of the computation: there are no masters of them.
+(`models/base/adapter.py`). Several adapters of it have an axis of slots, and "scales". To the rest
+of mjax these are parameters like others: they are sharded, gathered, trained and saved by their
+declarations. Only here do they join the weight. All other parameters are frozen, and stored in the
+dtype of the computation: there are no masters of them.
 """
 
 import functools
@@ -17,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
+from mjax.kernels.matmul.adapter_slots import TokenSlots
 from mjax.kernels.nf4.parameters import MAGNITUDES_OF, nf4_specs, weight_in_nf4
 from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight
@@ -95,19 +97,7 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
     return unflatten_dict(adapted)
 
 
-def wide_adapters(specs: dict) -> list[str]:
-    """A line on adapters with a rank that their weights cannot have, if there are such."""
-    flat, found = flatten_dict(specs), []
-    for path, spec in flat.items():
-        if is_of_adapter(path) and path[-1] == "a":
-            sides = _sides(spec, flat[*path[:-1], "b"])
-            if spec.shape[-1] > min(sides):
-                name = ".".join(base_of(path))
-                found.append(f"{name} ({sides[0]} x {sides[1]}) can have {min(sides)} at most")
-    return [f"WARNING: lora.rank: {found[0]}; lower it in lora.rank_pattern"] if found else []
-
-
-def _sides(a: ParamSpec, b: ParamSpec) -> tuple[int, int]:
+def adapter_sides(a: ParamSpec, b: ParamSpec) -> tuple[int, int]:
     """The (inputs, outputs) of each matrix that an adapter of these arrays belongs to."""
     inputs, outputs = a.matrix_view()[1], b.matrix_view()[2]
     return math.prod(a.shape[i] for i in inputs), math.prod(b.shape[i] for i in outputs)
@@ -190,7 +180,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             **plain,
         ),
     }
-    most = min(_sides(declared["a"], declared["b"]))
+    most = min(adapter_sides(declared["a"], declared["b"]))
     if lora.init == "pissa" and spec.matmul and rank > most:
         raise UserError(
             f"lora.init=pissa: {'.'.join(path)} has {most} singular values, fewer than a rank of "
@@ -203,29 +193,6 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             **plain | {"role": "scalar"},
         )
     return declared
-
-
-# ---- trees of parameters -------------------------------------------------------------------------
-
-
-def only_adapters(tree: dict) -> dict:
-    """The entries of a tree like the parameters that are parts of adapters."""
-    flat = flatten_dict(tree)
-    return unflatten_dict({path: entry for path, entry in flat.items() if is_of_adapter(path)})
-
-
-def without_adapters(tree: dict) -> dict:
-    """The other entries."""
-    flat = flatten_dict(tree)
-    return unflatten_dict({path: entry for path, entry in flat.items() if not is_of_adapter(path)})
-
-
-def joined_trees(*trees: dict) -> dict:
-    """One tree of the entries of several; a later one goes before an earlier one."""
-    entries: dict = {}
-    for tree in trees:
-        entries |= flatten_dict(tree)
-    return unflatten_dict(entries)
 
 
 # ---- weights and their adapters in a step --------------------------------------------------------
@@ -301,6 +268,7 @@ def _with_adapter(
         beside["b"],
         beside.get("magnitude"),
         dropout,
+        beside.get("scales"),
         scale=of_adapter["b"].scale,
         halves=1 + outputs.index("pair") if "pair" in outputs else None,
         split=parallel if is_split else LOCAL,
@@ -310,3 +278,15 @@ def _with_adapter(
     if not is_weight(base):
         base = Weight(base, name=spec.matmul, inputs=spec.inputs)
     return replace(base, adapter=adapter)
+
+
+def with_slots(weights: dict, numbers: jax.Array, parallel: Parallel) -> dict:
+    """Weights of a module whose adapters, where they are several, know the slots of its tokens."""
+    slots = TokenSlots(numbers, parallel)
+
+    def one(w: WeightOrArray) -> WeightOrArray:
+        if not is_weight(w) or w.adapter is None:
+            return w
+        return replace(w, adapter=replace(w.adapter, slots=slots))
+
+    return jax.tree.map(one, weights, is_leaf=is_weight)

@@ -1,4 +1,4 @@
-"""The adapters that a run begins with beside its base, as PEFT draws them."""
+"""The adapters of a run beside its base: apart from it, and as a run begins, as PEFT draws them."""
 
 import functools
 import math
@@ -8,9 +8,29 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.kernels.nf4.parameters import value_of_base
-from mjax.models.base.adapted import base_of, is_of_adapter
+from mjax.models.base.adapted import adapter_sides, base_of, is_of_adapter
 from mjax.models.base.adapter import lengths
 from mjax.sharding.spec import ParamSpec
+
+
+def only_adapters(tree: dict) -> dict:
+    """The entries of a tree like the parameters that are parts of adapters."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: entry for path, entry in flat.items() if is_of_adapter(path)})
+
+
+def without_adapters(tree: dict) -> dict:
+    """The other entries."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: entry for path, entry in flat.items() if not is_of_adapter(path)})
+
+
+def joined_trees(*trees: dict) -> dict:
+    """One tree of the entries of several; a later one goes before an earlier one."""
+    entries: dict = {}
+    for tree in trees:
+        entries |= flatten_dict(tree)
+    return unflatten_dict(entries)
 
 
 def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
@@ -51,3 +71,15 @@ def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
     summed = inputs if of_base.matmul else outputs
     limit = math.prod(spec.shape[i] for i in summed) ** -0.5
     return jax.random.uniform(key, spec.shape, minval=-limit, maxval=limit)
+
+
+def wide_adapters(specs: dict) -> list[str]:
+    """A line on adapters with a rank that their weights cannot have, if there are such."""
+    flat, found = flatten_dict(specs), []
+    for path, spec in flat.items():
+        if is_of_adapter(path) and path[-1] == "a":
+            sides = adapter_sides(spec, flat[*path[:-1], "b"])
+            if spec.shape[-1] > min(sides):
+                name = ".".join(base_of(path))
+                found.append(f"{name} ({sides[0]} x {sides[1]}) can have {min(sides)} at most")
+    return [f"WARNING: lora.rank: {found[0]}; lower it in lora.rank_pattern"] if found else []
