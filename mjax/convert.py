@@ -141,7 +141,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from mjax.checkpoint.base.companion_files import read_side_files
+    from mjax.checkpoint.base.companion_files import read_side_files, with_tokenizer_of
     from mjax.interop.merge import RECORD, merged_source, stored_dtype, write_merged
     from mjax.interop.sources import source_of
 
@@ -156,6 +156,7 @@ def _merge(args: argparse.Namespace) -> int:
     elif dtype == "float16":
         raise UserError("--dtype float16 is for bases in Hugging Face's format; take bfloat16")
     extras.pop(RECORD, None)
+    extras = with_tokenizer_of(args.adapter, extras)
     write_merged(args.base, args.adapter, args.out, source, dtype, extras)
     print(f"{args.out}: {args.base} with the adapters in {args.adapter}, as {dtype}")
     return 0

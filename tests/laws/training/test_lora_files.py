@@ -35,6 +35,7 @@ from mjax.run.dry_run import dry_run
 from mjax.run.resume import resume
 from mjax.train import Trainer
 from tests.adapters import adapted_values, drawn_adapters
+from tests.chats import CHATML, MARKED, write_tokenizer
 from tests.marks import quick
 
 ROWS = 4
@@ -169,6 +170,22 @@ def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monk
     rounded = weights_in(source_of(tmp_path / "rounded"))
     for path in wanted:
         np.testing.assert_array_equal(rounded[path], wanted[path].astype("bfloat16"))
+
+
+def test_a_merged_model_has_the_chat_template_of_its_adapter(home, tmp_path, monkeypatch):
+    base, cfg = tmp_path / "base", load(None, MODEL).model
+    shutil.copytree(home / "base", base)
+    write_tokenizer(base, MARKED)
+    (base / "README.md").write_text("base")
+    (base / "special_tokens_map.json").write_text("{}")
+    own = write_tokenizer(tmp_path / "own", CHATML)
+    files = {file.name: file.read_bytes() for file in Path(own).iterdir()}
+    specs = definition_of(cfg).specs
+    write_adapter(tmp_path / "adapter", cfg, specs, drawn_adapters(specs), files)
+    run_convert(monkeypatch, "merge", base, tmp_path / "adapter", tmp_path / "merged")
+    found = {file.name: file.read_bytes() for file in (tmp_path / "merged").iterdir()}
+    assert files.items() <= found.items() and "special_tokens_map.json" not in found
+    assert found["README.md"] == b"base" and found["generation_config.json"]
 
 
 def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
