@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, Sequence
 from tests.marks import slow
-from tests.unit.infer.engine.toy import END, Toy, sample
+from tests.unit.infer.scheduling.toy import END, Toy, sample
 
 PAGE = 4
 
