@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
     parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
+    parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parse_with_config(parser, argv)
     if args.config is None and not args.overrides:
@@ -60,6 +61,7 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
         dtype=args.dtype,
         limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
         cache_dtype=args.cache_dtype,
+        weight_dtype=args.weight_dtype,
         donate=True,
     )
     made = time.perf_counter()
@@ -90,7 +92,7 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
     }
 
 
-_CASE = ("requests", "prompt", "new", "rows", "chunk", "rate", "shared", "cache_dtype")
+_CASE = "requests prompt new rows chunk rate shared cache_dtype weight_dtype".split()
 
 
 def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:

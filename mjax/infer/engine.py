@@ -43,7 +43,7 @@ from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import take_apart
+from mjax.infer.weights import form_of, take_apart
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
@@ -82,6 +82,7 @@ class Engine:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pages: int | None = None,
         cache_dtype: str | None = None,
+        weight_dtype: str | None = None,
         cache_prefixes: bool = True,
         donate: bool = False,
     ):
@@ -90,6 +91,7 @@ class Engine:
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3, but for experts.
         donate: frees `params` while they are copied.
         Raises `UserError` for a model that the engine does not serve.
         """
@@ -99,12 +101,14 @@ class Engine:
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
-        self._params = take_apart(definition.specs, params, self._dtype, donate)
+        self._form = form_of(weight_dtype, definition.specs)
+        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
         self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         self._chunks = 1 if limits.prefill_alone else CHUNKS
         width = -(-limits.length // PAGE)
         sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
-        self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
+        of_model = definition, cfg, mesh_of(params), self._dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
             pages = fitting_pages(self.programs, self._params, largest)
@@ -213,7 +217,8 @@ class Engine:
         """
         found = self._read(all_but=0)
         self._params = None  # memory for one copy is enough
-        self._params = take_apart(self._definition.specs, params, self._dtype, donate)
+        specs = self._definition.specs
+        self._params = take_apart(specs, params, self._dtype, donate, self._form)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()

@@ -23,7 +23,7 @@ from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decode
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.sample import Counts, Drawn, DrawRows, Draws, RowRules, Sampling, draw
-from mjax.infer.weights import partitions_apart
+from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
@@ -151,6 +151,7 @@ class EnginePrograms:
     mesh: Mesh | None
     dtype: jnp.dtype
     sizes: PoolSizes
+    form: Form | None = None  # of matmul weights, if they are rounded
 
     @functools.cached_property
     def parallel(self) -> Parallel:
@@ -264,7 +265,7 @@ class EnginePrograms:
         if devices[0].platform == "cpu" and len(devices) > 1:
             function = in_program_order(function)
         states = self._states(state.counts is not None)
-        weights = partitions_apart(self.definition.specs, self.parallel)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
         partitions = weights, states, self.rows, self.rows, self.rows
         outputs = states, PartitionSpec()
         return on_shards(function, self.mesh, partitions, outputs)(*inputs)
