@@ -98,6 +98,11 @@ class Toy:
         for sequence in plan.preempted:
             assert not sequence.flying and sequence.queued
             assert all(s in running for s in self.scheduler.running.values())
+        if any(s not in running for s in self.scheduler.running.values()):
+            growing = [
+                s.limit - 1 > len(s.pages) * self.pool.page for s in self.scheduler.running.values()
+            ]
+            assert self.pool.available >= sum(growing), "the next steps preempt a newcomer"
         self.preemptions += len(plan.preempted)
         self.launch(plan)
         self.check()
