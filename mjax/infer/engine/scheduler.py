@@ -103,13 +103,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)  # samples of one request must not share their outputs
 
-    @property
-    def is_launched(self) -> bool:
-        """True if no step is left to plan: the engine reads its results and finishes it."""
-        if self.sampled:
-            return len(self.tokens) + self.flying >= self.limit
-        return self.computed == len(self.tokens)
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -225,7 +218,7 @@ class Scheduler:
         """
         while True:
             running = self.running.values()
-            rows = [s for s in running if s.sampled and not s.is_launched]
+            rows = [s for s in running if s.sampled and len(s.tokens) + s.flying < s.limit]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
@@ -322,7 +315,7 @@ class Scheduler:
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages, sequence.sampled = -1, [], False
-        sequence.computed = sequence.published = sequence.passed = 0
+        sequence.computed = sequence.passed = 0
 
     def _leave_windows(self) -> None:
         """Releases pages that neither this step's queries nor later ones see."""

@@ -232,6 +232,16 @@ def test_samples_of_one_prompt_compute_it_once(chunk):
     assert [toy.computed[s] for s in samples] == [21, 1, 1, 1]
 
 
+def test_nobody_waits_for_pages_that_are_cached():
+    toy = build()
+    for reads_prefix in (True, False):
+        add(toy, [7] * 7, 0, reads_prefix=reads_prefix)
+        sequence = add(toy, [7] * 5, 0)
+        plan = toy.step()
+    assert plan.chunks[-1].sequence is sequence and sequence.hits == PAGE
+    toy.finish()
+
+
 def test_salts_keep_prefixes_apart():
     toy = build()
     salts = [(), (("adapter", "a"),), (("salt", "a"),), (("salt", "a"),)]
