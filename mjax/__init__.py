@@ -33,3 +33,16 @@ def from_pretrained(path, mesh=None, dtype="float32"):
     from mjax.interop.pretrained import from_pretrained  # on use: importing mjax must not start jax
 
     return from_pretrained(path, mesh, dtype)
+
+
+def __getattr__(name):
+    """`mjax.LLM` and `mjax.SamplingParams`, on use, as `from_pretrained`."""
+    if name == "LLM":
+        from mjax.infer.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from mjax.infer.requests import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'mjax' has no attribute {name!r}")

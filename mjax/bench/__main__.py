@@ -9,6 +9,7 @@ BENCHMARKS = {
     "train": "speed of the training step on random tokens, and where its time goes",
     "kernel": "our kernels one at a time, against what the device reaches and their references",
     "decode": "milliseconds a token of generation, beside what memory allows",
+    "serve": "the engine under load: tokens a second, time to the first token and between tokens",
     "checkpoint": "how long a save blocks training, and the rates of saves and restores",
     "collective": "bandwidth of the collectives over all devices",
     "data": "index build and loader throughput on a synthetic corpus",

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.checkpoint.base.companion_files import end_ids
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
-from mjax.generate.options import end_ids
 from mjax.infer.cache import require_decoder
 from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling

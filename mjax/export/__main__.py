@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     args = _export_arguments(argv)
     from mjax.checkpoint.base.companion_files import (
         UNREAD,
+        end_ids,
         read_folder,
         read_side_files,
         side_folders,
@@ -24,7 +25,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     from mjax.data.base.tokenizer import load_tokenizer
     from mjax.export.programs import export_model
-    from mjax.generate.options import end_ids
     from mjax.interop.sources import source_of
 
     source, tokenizer = source_of(args.ckpt), tokenizer_dir(args.ckpt)

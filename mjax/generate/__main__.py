@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mjax.checkpoint.base.companion_files import end_ids
 from mjax.config.languages.paths import as_path, path_text
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
-from mjax.generate.options import add_model_arguments, end_ids, image_scale, load_model
+from mjax.generate.options import add_model_arguments, image_scale, load_model
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "top_p": "1: off",
         "min_p": "0: off",
         "repetition_penalty": "1: off",
+        "presence_penalty": "0: off",
+        "frequency_penalty": "0: off",
     }
     for field in fields(Sampling):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)

@@ -2,14 +2,13 @@
 tokenizer."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from mjax.checkpoint.base.companion_files import side_folders
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.config.languages.paths import as_path, path_text
-from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
+from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.json_file import read_json
 
@@ -19,7 +18,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--ckpt",
         type=as_path,
         required=True,
-        help="a run, a checkpoint, RUN@best or a Hugging Face folder",
+        help="a run, a checkpoint, RUN@best, RUN@160 or a Hugging Face folder",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
     kinds = ("float32", "bfloat16", "float16")
@@ -66,18 +65,3 @@ def image_scale(path: Path) -> tuple[list[float] | None, list[float] | None]:
         if said.get("do_normalize", True) and "image_mean" in said:
             return said["image_mean"], said.get("image_std")
     return None, None
-
-
-def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
-    names = () if folder is None else ("generation_config.json", "config.json")
-    for file in (folder / name for name in names):
-        ids = read_json(file, missing={}).get("eos_token_id")
-        if ids is not None:
-            found = ids if isinstance(ids, list) else [ids]
-            if any(type(number) is not int for number in found):
-                raise UserError(
-                    f"{file}: eos_token_id={ids!r} is no id and no list of ids; mend it"
-                )
-            return found
-    return () if tokenizer is None or tokenizer.eod_id is None else (tokenizer.eod_id,)

@@ -31,7 +31,16 @@ from mjax.infer.cache import (
     last_real,
     require_decoder,
 )
-from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
+from mjax.infer.sample import (
+    Counts,
+    DrawRows,
+    Draws,
+    Sampling,
+    Settings,
+    draw,
+    draws_of,
+    settings_of,
+)
 from mjax.infer.text import TextStream
 from mjax.infer.weights import partitions_apart, take_apart
 from mjax.models.base.inputs import Prompt
@@ -140,7 +149,8 @@ class Generator:
         # Where the model is, so that they are not sent again with every step.
         rows = self._programs.row_partition(len(prompts))
         where = None if self._mesh is None else NamedSharding(self._mesh, rows)
-        settings, draws = jax.device_put(settings_of(sampled), where), draws_of(sampled)
+        settings = jax.device_put(settings_of(sampled), where)
+        draws = replace(draws_of(sampled), penalties=True)  # one program, whatever they are
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
         inputs = ids, count, settings, draws, seed
@@ -235,9 +245,10 @@ class Generator:
 class DecodePrograms:
     """The two jitted functions, over what is static.
 
-    A state is (cache, last tokens [B], keys [B], seen [B, V]). Both functions also return (tokens
-    [B], log-probs [B]) for the host. On a mesh each is one `shard_map` over all axes, as training
-    is: rows over dp and ep if these divide them, heads and vocabulary over tp.
+    A state is (cache, last tokens [B], (seed, index) of the noise [B], counts of tokens [B, V]).
+    Both functions also return (tokens [B], log-probs [B]) for the host. On a mesh each is one
+    `shard_map` over all axes, as training is: rows over dp and ep if these divide them, heads and
+    vocabulary over tp.
     """
 
     definition: Definition
@@ -300,34 +311,29 @@ class DecodePrograms:
         source_length = ids.shape[1]
         prompt = self.definition.bind(params, self.parallel).prompt(ids, count, items)
         ids, count, _ = prompt
-        rows = jnp.arange(len(ids))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
-        seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
-        is_real = True
+        is_real = jnp.ones(ids.shape, bool)
         if count is not None:
             is_real = jnp.arange(ids.shape[1]) < count[:, None]
-        seen = seen.at[rows[:, None], ids].max(is_real)
-        sizes = len(rows), length, self.dtype, self.parallel, source_length
+        counts = Counts.of_prompts(ids, is_real, self.cfg.vocab_size)
+        stream = jnp.broadcast_to(seed, numbers.shape), numbers
+        sizes = len(ids), length, self.dtype, self.parallel, source_length
         cache = empty_cache(self.cfg, *sizes)
-        return self._next(params, settings, draws, cache, prompt, keys, seen)
+        return self._next(params, settings, draws, cache, prompt, stream, counts)
 
     def _step(self, draws: Draws, params, settings, state):
-        cache, token, keys, seen = state
+        cache, token, stream, counts = state
         following = token[:, None], None, {}
-        return self._next(params, settings, draws, cache, following, keys, seen)
+        return self._next(params, settings, draws, cache, following, stream, counts)
 
-    def _next(self, params, settings, draws, cache: KVCache, new: Prompt, keys, seen):
+    def _next(self, params, settings, draws, cache: KVCache, new: Prompt, stream, counts):
         model = self.definition.bind(params, self.parallel)
         ids, count, inputs = new
         x, cache = extend(model, cache, ids, count, inputs, self.parallel)
         last = last_real(x, count)
         logits = model.logits(last, self.parallel)
-        own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
-        token, logprob = sample(logits, own, settings, seen, draws)
-        rows = jnp.arange(len(token))
-        seen = seen.at[rows, token].set(True)
-        state = cache, token, keys, seen
-        return state, (token, logprob)
+        drawn = draw(logits, DrawRows(settings, *stream, cache.lengths, counts), draws)
+        state = cache, drawn.token, stream, counts.add(drawn.token)
+        return state, (drawn.token, drawn.logprob)
 
 
 def padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,25 +1,31 @@
-"""From logits to a token: penalty, temperature, top-k, top-p, min-p, one draw per row.
+"""From logits to a token: rules, penalties, temperature, top-k, top-p, min-p, one draw a row.
 
-Pure and jittable; every row has settings and a key of its own, so a row's token does not depend on
-its neighbors. A program leaves out steps that no row of a batch needs (`Draws`). Order and rules
-are Hugging Face's: repetition penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv
-1904.09751), min-p (arXiv 2407.01082), each over what the one before has left. Tokens of equal
-logits are kept or dropped together.
+Pure and jittable. Every row has settings and noise of its own (`sampling/noise.py`), so its token
+does not depend on its neighbors. A program leaves out steps that no row of a batch needs (`Draws`,
+parts of `DrawRows` that are None).
+
+Order: bias, penalties (repetition as in arXiv 1909.05858, frequency, presence), forbidden tokens,
+temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv 2407.01082). Each works on what the one
+before has left. It is the order of Hugging Face; vLLM applies min-p before top-k and top-p, which
+differs only where top-p and min-p are both set.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from mjax.errors import UserError
+from mjax.infer.sampling.limits import likeliest, limited
+from mjax.infer.sampling.noise import noise
 
 # The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
 _LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [B]
+Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [R]
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Sampling:
     temperature 0: the likeliest token, whatever the limits; top_k 0: all tokens; top_p: the fewest
     tokens that reach this probability; min_p: tokens of at least this fraction of the likeliest
     one's; repetition_penalty > 1 makes tokens of the prompt and the text so far less likely.
+    presence_penalty is taken from logits of tokens of the text so far, frequency_penalty as often
+    as each is in it; the prompt does not count.
     """
 
     temperature: float = 0.0
@@ -36,6 +44,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         legal = {
@@ -44,14 +54,25 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "> 0"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
         }
         for name, (fine, rule) in legal.items():
             if not fine:
                 raise UserError(f"sampling: {name}={getattr(self, name)}; it must be {rule}")
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether its logits depend on the tokens before."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
 
 def settings_of(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Settings of a batch: one array [B] a field."""
+    """Settings of a batch: one array [R] a field."""
     columns = zip(*map(astuple, rows), strict=True)
     kinds = {"top_k": np.int32}
     named = zip(fields(Sampling), columns, strict=True)
@@ -64,6 +85,8 @@ class Draws:
 
     random: a draw, at a temperature above 0.
     limited: top-k, top-p or min-p before its draw.
+    penalties: of tokens before; `DrawRows.counts` are given.
+    top: so many of the likeliest tokens are wanted, with their log-probabilities.
 
     The device could find out by itself, but XLA's host waits for the predicate of a branch. Each
     step would be launched after the end of the one before, with the device idle meanwhile.
@@ -71,66 +94,180 @@ class Draws:
 
     random: bool = False
     limited: bool = False
+    penalties: bool = False
+    top: int = 0
 
 
-def draws_of(rows: Sequence[Sampling]) -> Draws:
+def draws_of(rows: Sequence[Sampling], top: int = 0) -> Draws:
     """The computations that the rows of a batch need."""
     hot = [row for row in rows if row.temperature > 0]
     limits = [row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in hot]
-    return Draws(bool(hot), any(limits))
+    return Draws(bool(hot), any(limits), any(row.penalizes for row in rows), top)
 
 
-def sample(
-    logits: jax.Array, keys: jax.Array, settings: Settings, seen: jax.Array, draws: Draws
-) -> tuple[jax.Array, jax.Array]:
-    """logits fp32 [B, V], keys [B], seen bool [B, V] -> tokens int32 [B], log-probs fp32 [B].
+@register_dataclass
+@dataclass(frozen=True)
+class RowRules:
+    """Tokens that rows favor or forbid; a part that no row needs is None.
 
-    `draws` covers what `settings` ask for (`draws_of`). A log-probability is the model's own,
-    before penalty, temperature and limits: that of scoring the finished text.
+    bias_ids, bias_values: int32 and fp32 [R, B], added to the logits of these tokens; id -1: none.
+    allowed: uint32 [R, W], bit i of word w allows token 32 w + i; tokens beyond are forbidden.
+    banned: int32 [R, E], forbidden tokens; -1: none.
     """
-    z = penalised(logits, seen, settings["repetition_penalty"])
+
+    bias_ids: jax.Array | None = None
+    bias_values: jax.Array | None = None
+    allowed: jax.Array | None = None
+    banned: jax.Array | None = None
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of rows so far, which penalties read.
+
+    prompt: bool [R, V], whether a token is in the prompt.
+    outputs: int32 [R, V], how often a token follows the prompt.
+    """
+
+    prompt: jax.Array
+    outputs: jax.Array
+
+    @classmethod
+    def of_prompts(cls, ids: jax.Array, is_real: jax.Array, vocabulary: int) -> "Counts":
+        """Counts before the first output of prompts [R, S], less what is_real [R, S] leaves out."""
+        rows = jnp.arange(len(ids))[:, None]
+        prompt = jnp.zeros((len(ids), vocabulary), bool).at[rows, ids].max(is_real)
+        return cls(prompt, jnp.zeros(prompt.shape, jnp.int32))
+
+    def add(self, token: jax.Array) -> "Counts":
+        """Counts with one more output int32 [R] of each row."""
+        return Counts(self.prompt, self.outputs.at[jnp.arange(len(token)), token].add(1))
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class DrawRows:
+    """All that decides the tokens of rows besides their logits.
+
+    settings: the fields of `Sampling`, each [R].
+    seed, index, position: uint32, int32, int32 [R], the arguments of `noise`.
+    counts: None if `Draws.penalties` is false.
+    """
+
+    settings: Settings
+    seed: jax.Array
+    index: jax.Array
+    position: jax.Array
+    counts: Counts | None = None
+    rules: RowRules = RowRules()
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Drawn:
+    """A token of each row.
+
+    token: int32 [R].
+    logprob: fp32 [R], the model's own: that of scoring the finished text.
+    processed: fp32 [R], under the distribution that the token was drawn from. At temperature 0 it
+    is that of temperature 1 without limits, after rules and penalties.
+    top_ids, top_logprobs: int32 and fp32 [R, `Draws.top`], the likeliest tokens of the model, the
+    likeliest first; None if none are wanted.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    processed: jax.Array
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
+def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
+    """A token of each row of logits fp32 [R, V]; `draws` covers what `rows` ask for."""
+    z = biased(logits, rows.rules)
+    if draws.penalties:
+        z = penalized(z, rows.counts, rows.settings)
+    z = forbidden(z, rows.rules)
     token = jnp.argmax(z, -1).astype(jnp.int32)
+    left = _below_largest(z)
     if draws.random:
-        hot = settings["temperature"] > 0
-        # Differences to the likeliest, which at the least temperature are 0 or minus infinity.
-        divisor = jnp.maximum(jnp.where(hot, settings["temperature"], 1.0), _LEAST)
-        left = (z - z.max(-1, keepdims=True)) / divisor[:, None]
+        hot = rows.settings["temperature"] > 0
+        # At the least temperature differences to the likeliest become 0 or minus infinity.
+        divisor = jnp.maximum(jnp.where(hot, rows.settings["temperature"], 1.0), _LEAST)
+        left = left / divisor[:, None]
         if draws.limited:
-            left = limited(left, settings)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
-        drawn = jnp.argmax(left + noise, -1).astype(jnp.int32)
-        token = jnp.where(hot, drawn, token)
-    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, -1)
+            left = jnp.where(hot[:, None], limited(left, rows.settings), left)
+        gumbel = noise(rows.seed, rows.index, rows.position, z.shape[-1])
+        token = jnp.where(hot, jnp.argmax(left + gumbel, -1).astype(jnp.int32), token)
+    own = _below_largest(logits)
+    drawn = Drawn(token, _log_prob(own, token), _log_prob(left, token))
+    if not draws.top:
+        return drawn
+    ids = likeliest(logits, draws.top)
+    scores = jax.vmap(_log_prob, (None, 1), 1)(own, ids)
+    return replace(drawn, top_ids=ids, top_logprobs=scores)
 
 
-def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Logits [B, V] of seen tokens moved toward minus infinity: over penalty [B] where positive,
-    times it where negative."""
-    p = jnp.maximum(penalty, _LEAST)[:, None]
-    changed = jnp.clip(jnp.where(logits < 0, logits * p, logits / p), -_LARGEST, _LARGEST)
-    return jnp.where(seen, changed, logits)
+def _below_largest(logits: jax.Array) -> jax.Array:
+    return logits - logits.max(-1, keepdims=True)
 
 
-def limited(z: jax.Array, settings: Settings) -> jax.Array:
-    """Logits [B, V] with all tokens outside top-k, top-p and min-p at minus infinity.
+def _log_prob(differences: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities fp32 [R] of tokens, from differences to the largest logit of each row."""
+    chosen = jnp.take_along_axis(differences, token[:, None], 1)[:, 0]
+    return chosen - jnp.log(jnp.exp(differences).sum(-1))
 
-    All three keep a head of the sorted row: one sort finds the least logit that stays.
+
+def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
+    """Logits [R, V] with the bias of their rows."""
+    if rules.bias_ids is None:
+        return logits
+    return logits.at[_token_places(rules.bias_ids, logits)].add(rules.bias_values, mode="drop")
+
+
+def forbidden(logits: jax.Array, rules: RowRules) -> jax.Array:
+    """Logits [R, V], those of forbidden tokens at minus infinity."""
+    if rules.allowed is not None:
+        logits = jnp.where(_flags(rules.allowed, logits.shape[-1]), logits, -jnp.inf)
+    if rules.banned is not None:
+        logits = logits.at[_token_places(rules.banned, logits)].set(-jnp.inf, mode="drop")
+    return logits
+
+
+def _flags(words: jax.Array, size: int) -> jax.Array:
+    """The first `size` bits of each row of words uint32 [R, W], bool; false beyond the words."""
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = bits.reshape(len(words), -1)[:, :size]
+    return jnp.pad(bits, ((0, 0), (0, size - bits.shape[1]))) == 1
+
+
+def _token_places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The places of tokens [R, E] in logits; those of -1 are beyond them."""
+    return jnp.arange(len(ids))[:, None], jnp.where(ids < 0, logits.shape[-1], ids)
+
+
+def penalized(logits: jax.Array, counts: Counts, settings: Settings) -> jax.Array:
+    """Logits [R, V] less the penalties of tokens that were before.
+
+    The repetition penalty moves a logit towards minus infinity: it divides what is positive and
+    multiplies what is negative.
     """
-    top_k = settings["top_k"][:, None]
-    top_p = settings["top_p"][:, None]
-    min_p = settings["min_p"][:, None]
-    falling = -jnp.sort(-z, axis=-1)
-    size = falling.shape[-1]
-    count = jnp.where(top_k > 0, top_k, size)
-    last = jnp.clip(count, 1, size) - 1
-    least = jnp.take_along_axis(falling, last, 1)
-    probs = jax.nn.softmax(jnp.where(falling >= least, falling, -jnp.inf), -1)
-    sums = jnp.cumsum(probs, -1)
-    above = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))  # of likelier tokens
-    in_top_p = (above < top_p) | (top_p >= 1)
-    in_min_p = probs >= min_p * probs[:, :1]
-    keep = in_top_p & (probs > 0) & in_min_p
-    keep = keep.at[:, 0].set(True)
-    threshold = jnp.where(keep, falling, jnp.inf).min(-1, keepdims=True)
-    return jnp.where(z >= threshold, z, -jnp.inf)
+    repetition, presence, frequency = (
+        settings[f"{name}_penalty"][:, None] for name in ("repetition", "presence", "frequency")
+    )
+    factor = jnp.maximum(repetition, _LEAST)
+    changed = jnp.where(logits < 0, logits * factor, logits / factor)
+    is_seen = counts.prompt | (counts.outputs > 0)
+    logits = jnp.where(is_seen, jnp.clip(changed, -_LARGEST, _LARGEST), logits)
+    return logits - presence * (counts.outputs > 0) - frequency * counts.outputs
+
+
+def verify(drafts: jax.Array, tokens: jax.Array) -> jax.Array:
+    """How many drafts int32 [R, k] of each row stay, int32 [R].
+
+    tokens: int32 [R, k + 1], drawn in the places of the drafts and after them, each as if all
+    drafts before were the text. A draft stays if the token drawn there is equal and all before it
+    stay. With `noise` the row is the one that no drafts give: the kept drafts and the next token.
+    """
+    return jnp.cumprod(drafts == tokens[:, :-1], axis=1, dtype=jnp.int32).sum(1)

@@ -13,10 +13,11 @@ _UNFINISHED = "\ufffd"  # how decoders show bytes that are no whole character (y
 
 
 class TextStream:
-    """Decoder of one row. `stopped` turns true when a stop string is complete.
+    """Decoder of one row. `stopped` becomes true when a stop string is complete.
 
-    Stop strings are also found in the texts of special tokens, `special(id)`, which `decode` and
-    what is returned leave out.
+    `stopped_by` is that string, the first in the text. `include_stop` leaves it in the text. Stop
+    strings are also found in the texts of special tokens, `special(id)`, which `decode` and what is
+    returned leave out.
     """
 
     def __init__(
@@ -25,23 +26,32 @@ class TextStream:
         prompt: Sequence[int],
         stop: Sequence[str],
         special: Callable[[int], str] = lambda token: "",
+        include_stop: bool = False,
     ):
         self._decode, self._stop, self._special = decode, tuple(stop), special
         self._ids = list(prompt[-_BEFORE:])  # decoded up to `_done`; context from `_from` on
         self._from, self._done = 0, len(self._ids)
         self._held = ""  # decoded, but perhaps the start of a stop string
         self._shown: list[bool] = []  # which characters of it are no special token's
-        self.stopped = False
+        self._include_stop = include_stop
+        self.stopped_by: str | None = None
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that is now certain and was not before."""
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
+
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Add a token; returns the text that is now certain and was not before.
+
+        With `may_stop` false, stop strings that it completes are text as others.
+        """
         self._ids.append(token)
         new = self._pending()
         special = self._special(token) if self._stop else ""
         if new.endswith(_UNFINISHED) and not special:
             return ""
         self._from, self._done = self._done, len(self._ids)
-        return self._release(new, special)
+        return self._release(new, special, may_stop)
 
     def close(self) -> str:
         """The rest, when no token follows."""
@@ -57,14 +67,17 @@ class TextStream:
         before = self._decode(self._ids[self._from : self._done])
         return self._decode(self._ids[self._from :])[len(before) :]
 
-    def _release(self, new: str, special: str = "") -> str:
+    def _release(self, new: str, special: str = "", may_stop: bool = True) -> str:
+        if not self._stop:
+            return new
         text = self._held + new + special
         shown = self._shown + [True] * len(new) + [False] * len(special)
-        places = [text.find(stop) for stop in self._stop]
-        found = [place for place in places if place >= 0]
-        overlaps = [_overlap(text, stop) for stop in self._stop]
-        end = min(found, default=len(text) - max(overlaps, default=0))
-        self.stopped = bool(found)
+        found = [stop for stop in self._stop if stop in text] if may_stop else []
+        if found:
+            self.stopped_by = min(found, key=text.find)
+            end = text.find(self.stopped_by) + len(self.stopped_by) * self._include_stop
+        else:
+            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = "" if found else text[end:]
         self._shown = [] if found else shown[end:]
         return "".join(compress(text[:end], shown))

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from mjax.checkpoint.base.digest import UNLISTED, digest_files
@@ -19,9 +19,10 @@ from mjax.checkpoint.base.stored import read_record
 from mjax.config.schema.run import Config
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import answer_ends
-from mjax.data.base.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
+from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, vocabulary_in
 from mjax.data.corpus.text import digests_of_corpus
 from mjax.errors import UserError, or_user_error
+from mjax.json_file import read_json
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,18 @@ def read_side_files(path: str | Path | None) -> dict[str, bytes]:
     return next(filter(None, map(read_folder, folders)), {})
 
 
+def with_tokenizer_of(path: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Side files with the tokenizer and chat template that lie beside adapters, if they have some.
+
+    path: a run with adapters, or a folder of PEFT.
+    """
+    beside = {n: content for n, content in read_side_files(path).items() if is_of_tokenizer(n)}
+    if beside.keys().isdisjoint(TOKENIZERS):
+        return files
+    kept = {n: c for n, c in files.items() if n == _GENERATION or not is_of_tokenizer(n)}
+    return kept | beside
+
+
 def tokenizer_dir(path: str | Path) -> Path | None:
     """The folder with the tokenizer of a model folder, a checkpoint or a run."""
     for folder in side_folders(path):
@@ -245,3 +258,18 @@ def identify_data(cfg: Config) -> list[dict]:
             found.append({"path": prefix, "bin_bytes": size, "idx_bytes": digest.bytes})
             found[-1]["idx_crc32"] = list(digest.blocks)
     return found
+
+
+def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
+    names = () if folder is None else ("generation_config.json", "config.json")
+    for file in (folder / name for name in names):
+        ids = read_json(file, missing={}).get("eos_token_id")
+        if ids is not None:
+            found = ids if isinstance(ids, list) else [ids]
+            if any(type(number) is not int for number in found):
+                raise UserError(
+                    f"{file}: eos_token_id={ids!r} is no id and no list of ids; mend it"
+                )
+            return found
+    return () if tokenizer is None or tokenizer.eod_id is None else (tokenizer.eod_id,)

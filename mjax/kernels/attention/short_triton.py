@@ -76,7 +76,7 @@ def attention_forward(
         scores = _hidden(
             scores, NEVER, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
         )
-        weights, left, top, total = _weights(scores, top, total, SCALE)
+        weights, left, top, total = softmax_step(scores, top, total, SCALE)
         mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
     mean = mean / total[:, None] + _bias(v_bias, kv_head, H, BIASED)
@@ -295,7 +295,7 @@ def _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS):
 
 
 @triton.jit
-def _weights(scores, top, total, SCALE):
+def softmax_step(scores, top, total, SCALE):
     """A step of a softmax by tiles: (the weights, what is left of earlier ones, top, total)."""
     new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * LOG2E))
     weights = tl.exp2(scores * (SCALE * LOG2E) - new_top[:, None])

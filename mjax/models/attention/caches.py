@@ -71,17 +71,25 @@ class Latents(NamedTuple):
         """The cache with the latents [B, S, R + P] of new tokens."""
         return Latents(write_slots(self.latents, latent, new.first, 1))
 
+    @staticmethod
+    def reads_as_they_are(tokens: int) -> bool:
+        """Whether `tokens` new tokens of a row attend to latents (`attend`), not to `read` ones."""
+        return tokens == 1
+
     def read(
         self, arrays: AttentionArrays, new: NewTokens, tokens: int
     ) -> tuple[jax.Array, AttentionArrays]:
         """All slots [B, T, R + P], and the arrays of attention of `tokens` new tokens to them."""
         return self.latents, arrays.to_slots(new.slots(tokens), self.latents.shape[1])
 
-    def attend(self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
+    def attend(
+        self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: NewTokens, rank: int
+    ) -> jax.Array:
         """Attention of one token a row, q [B, 1, N, R + P], to its row as one kv head.
 
-        `arrays` are those of `read`. The values keep the key part, which the caller cuts off: to
-        cut the cache would copy it.
+        The values are the first `rank` channels, [B, 1, N, R].
         """
+        arrays = arrays.to_slots(new.slots(1), self.latents.shape[1])
         slots = self.latents[:, None]
-        return decode_attention(q, slots, slots, call, arrays)
+        # The values keep the key part until here: to cut the cache would copy it.
+        return decode_attention(q, slots, slots, call, arrays)[..., :rank]

@@ -11,7 +11,9 @@ Invariant: the numbers are those of attention with expanded keys and values. Let
 kv_lora_rank, P qk_rope_head_dim, C qk_nope_head_dim, U v_head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
+from mjax.models.attention.paged import PagedLatents
 from mjax.models.attention.positions import apply_rope
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
@@ -95,7 +98,7 @@ class MLA(BranchModule):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: Latents | None = None,
+        cache: Latents | PagedLatents | None = None,
     ) -> BranchOutput:
         ctx = inputs.ctx
         q = self._queries(x, inputs)
@@ -107,11 +110,15 @@ class MLA(BranchModule):
         arrays, new = attention_arrays(self.cfg, inputs), inputs.tokens.new
         if cache is not None:
             cache = cache.write(latent, new)
-            latent, arrays = cache.read(arrays, new, q.shape[1])
             call = replace(call, implementation="xla")
-        if cache is not None and q.shape[1] == 1:
-            out = self._decode(q, cache, call, arrays)
+        adapter = weight_of(self.kv_b).adapter
+        is_one_weight = adapter is None or adapter.scales is None
+        if cache is not None and cache.reads_as_they_are(q.shape[1]) and is_one_weight:
+            attend = partial(cache.attend, call=call, arrays=arrays, new=new)
+            out = self._absorbed(q, attend)
         else:
+            if cache is not None:
+                latent, arrays = cache.read(arrays, new, q.shape[1])
             out = self._attend(q, latent, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         return BranchOutput(y, cache=cache)
@@ -195,22 +202,14 @@ class MLA(BranchModule):
         shared = jnp.broadcast_to(key[:, :, None], shape)
         return _join_channels(k, shared), v
 
-    def _decode(
-        self,
-        q: jax.Array,
-        cache: Latents,
-        call: AttentionCall,
-        arrays: AttentionArrays,
-    ) -> jax.Array:
-        """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
+    def _absorbed(self, q: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
+        """[B, S, N, U] of queries that read latents as they are: `attend` of a cache."""
         sizes = self.cfg.mla
         weight = value_with_adapter(weight_of(self.kv_b), q.dtype)
         to_key, to_value = _cut_channels(weight, sizes.qk_nope_head_dim)
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)
-        q = _join_channels(absorbed, turned)
-        out = cache.attend(q, call, arrays)
-        latent, _ = _cut_channels(out, sizes.kv_lora_rank)
+        latent = attend(_join_channels(absorbed, turned), rank=sizes.kv_lora_rank)
         return jnp.einsum("bsnr,rnu->bsnu", latent, to_value)
 
 

@@ -20,6 +20,7 @@ from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
+from mjax.models.attention.paged import PagedKeysValues
 from mjax.models.attention.positions import apply_rope
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
@@ -106,7 +107,7 @@ class Attention(BranchModule):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
+        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | PagedKeysValues | None = None
     ) -> BranchOutput:
         sizes = self.cfg.attention
         if sizes.attention_in_multiplier is not None:
@@ -125,8 +126,12 @@ class Attention(BranchModule):
         return BranchOutput(y, cache=cache)
 
     def _attend(
-        self, x: jax.Array, call: AttentionCall, inputs: BranchInputs, cache: KeysValues | None
-    ) -> tuple[jax.Array, KeysValues | None]:
+        self,
+        x: jax.Array,
+        call: AttentionCall,
+        inputs: BranchInputs,
+        cache: KeysValues | PagedKeysValues | None,
+    ) -> tuple[jax.Array, KeysValues | PagedKeysValues | None]:
         """(heads of values [B, S, N/tp, H], the new cache)."""
         sizes = self.cfg.attention
         q, k, v, gate = self._queries_keys_values(x, inputs)

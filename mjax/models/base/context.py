@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from mjax.config.languages.layer_pattern import DECODER
+from mjax.kernels.attention.paged import PagedRows
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -147,6 +148,34 @@ class NewTokens(NamedTuple):
 
 @register_dataclass
 @dataclass(frozen=True)
+class PagedTokens:
+    """The tokens that a step of serving adds to caches in pages, [R, each] or [1, S] of all rows.
+
+    rows: the pages of each row, its length, and which of the flat tokens are its own.
+    slots: int32 [R], the place of each row in caches of states.
+    pages, places: int32 [T], the page of each token and its place there; (0, 0) for padding.
+    count: int32 [1], how many of tokens [1, S] are real; None: each row has `each` tokens.
+    """
+
+    rows: PagedRows
+    slots: jax.Array
+    pages: jax.Array
+    places: jax.Array
+    count: jax.Array | None
+    each: int | None = field(metadata={"static": True})
+
+    def is_real(self, tokens: int) -> jax.Array:
+        """Which of `tokens` new tokens are real, bool [1, S], by the `count`."""
+        return jnp.arange(tokens, dtype=jnp.int32) < self.count[:, None]
+
+    @property
+    def are_first(self) -> jax.Array:
+        """Which rows had no token before these, bool [R]."""
+        return self.rows.lengths == self.rows.starts[1:] - self.rows.starts[:-1]
+
+
+@register_dataclass
+@dataclass(frozen=True)
 class Tokens:
     """Facts about each token, whole along tp. All int32.
 
@@ -164,6 +193,8 @@ class Tokens:
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
         stands in the place of a token is their sum, each times its weight
         (`models/towers/tiles.py`).
+    adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
+        adapters (`interop/adapter_stack.py`); 0: none.
     """
 
     positions: jax.Array
@@ -171,11 +202,12 @@ class Tokens:
     rows: jax.Array
     columns: jax.Array
     key: jax.Array | None = None
-    new: NewTokens | None = None
+    new: NewTokens | PagedTokens | None = None
     types: jax.Array | None = None
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    adapters: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.kernels.recurrence.causal_conv import last_tokens
 from mjax.models.base.branch import BranchInputs, BranchModule, CacheSpec
-from mjax.models.base.context import NewTokens
+from mjax.models.base.context import NewTokens, PagedTokens
 from mjax.models.base.params import Initializer, declare
 from mjax.models.recurrent.recurrent_context import (
     document_starts,
@@ -56,6 +56,39 @@ class RecurrentCache(NamedTuple):
         histories = tuple(last_tokens(part, before, new.count) for part, before in pairs)
         return RecurrentCache(histories, state)
 
+    def of_rows(self, new: NewTokens) -> "RecurrentCache":
+        """The states of the rows of a batch: its own, one a row."""
+        return self
+
+    def with_rows(self, rows: "RecurrentCache", new: NewTokens) -> "RecurrentCache":
+        """The cache after its rows are these."""
+        return rows
+
+
+class SlotStates(NamedTuple):
+    """A `RecurrentCache` of all rows that are served, [slots, ..], of which a step takes some."""
+
+    histories: Parts
+    state: jax.Array
+
+    def of_rows(self, new: PagedTokens) -> RecurrentCache:
+        """The states of the rows of a step; those of rows that begin are zero."""
+
+        def taken(slots: jax.Array) -> jax.Array:
+            rows = slots[new.slots]
+            begins = jnp.expand_dims(new.are_first, tuple(range(1, rows.ndim)))
+            return jnp.where(begins, 0, rows)
+
+        return RecurrentCache(*jax.tree.map(taken, tuple(self)))
+
+    def with_rows(self, rows: RecurrentCache, new: PagedTokens) -> "SlotStates":
+        """The states after those of a step's rows are these."""
+
+        def put(slots: jax.Array, rows: jax.Array) -> jax.Array:
+            return slots.at[new.slots].set(rows.astype(slots.dtype))
+
+        return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
+
 
 class Scanned(NamedTuple):
     """Output of a scan: y [B, S, H, P], and the state after the last token."""
@@ -76,8 +109,12 @@ class RecurrentMixer(BranchModule):
     taps: int
 
     def _mix(
-        self, parts: Parts, rates: Parts, inputs: BranchInputs, cache: RecurrentCache | None
-    ) -> tuple[Any, jax.Array, RecurrentCache | None]:
+        self,
+        parts: Parts,
+        rates: Parts,
+        inputs: BranchInputs,
+        cache: RecurrentCache | SlotStates | None,
+    ) -> tuple[Any, jax.Array, RecurrentCache | SlotStates | None]:
         """(what the scan read, y [B, S, H, P], the new cache)."""
         if cache is None:
             return *self._mix_sequences(parts, rates, inputs), None
@@ -85,12 +122,14 @@ class RecurrentMixer(BranchModule):
         if new.count is not None:
             real = new.is_real(parts[0].shape[1])
             parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
-        read = self._convolve(parts, rates, None, cache.histories, inputs.ctx.parallel)
+        rows = cache.of_rows(new)
+        read = self._convolve(parts, rates, None, rows.histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            made = self._step(read, cache.state)
+            made = self._step(read, rows.state)
         else:
-            made = self._scan(read, None, cache.state)
-        return read, made.y, cache.advance(parts, made.state, new)
+            made = self._scan(read, None, rows.state)
+        rows = rows.advance(parts, made.state, new)
+        return read, made.y, cache.with_rows(rows, new)
 
     def _mix_sequences(
         self, parts: Parts, rates: Parts, inputs: BranchInputs

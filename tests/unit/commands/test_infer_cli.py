@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 import mjax.infer.generate
 import mjax.interop.pretrained
 from mjax import convert
+from mjax.checkpoint.base.companion_files import end_ids
 from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config import load
@@ -21,7 +22,7 @@ from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
 from mjax.generate import __main__ as command
-from mjax.generate.options import end_ids, image_scale
+from mjax.generate.options import image_scale
 from mjax.infer.generate import Generator
 from mjax.models import build, split
 from mjax.sharding.mesh import parallel_of

@@ -14,6 +14,7 @@ from flax import nnx
 
 from mjax import convert
 from mjax.bench.data import main as measure
+from mjax.checkpoint.base.companion_files import end_ids
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
@@ -23,7 +24,6 @@ from mjax.data.sentences.labelled import LabelledDataset
 from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
 from mjax.generate import __main__ as generate
-from mjax.generate.options import end_ids
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, split

@@ -17,7 +17,8 @@ from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.generate import Generator, bucket
-from mjax.infer.sample import Draws, Sampling, draws_of, limited, sample, settings_of
+from mjax.infer.sample import Counts, DrawRows, Draws, Sampling, draw, draws_of, settings_of
+from mjax.infer.sampling.limits import limited
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models import build, split
@@ -393,10 +394,13 @@ def run(logits, seed=0, seen=None, **kw):
 
 
 def run_rows(logits, rows, seed=0, seen=None):
-    keys = jax.random.split(jax.random.key(seed), len(logits))
+    size = len(logits)
     seen = jnp.zeros(logits.shape, bool) if seen is None else seen
-    program = jax.jit(sample, static_argnames="draws")
-    return program(logits, keys, settings_of(rows), seen, draws_of(rows))
+    counts = Counts(seen, jnp.zeros(logits.shape, jnp.int32))
+    streams = np.full(size, seed, np.uint32), np.arange(size, dtype=np.int32)
+    every = DrawRows(settings_of(rows), *streams, np.zeros(size, np.int32), counts)
+    drawn = jax.jit(draw, static_argnames="draws")(logits, every, draws_of(rows))
+    return drawn.token, drawn.logprob
 
 
 def kept(logits, **kw):

@@ -14,6 +14,8 @@ from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
 ALONE = AttentionCall(scale=1.0, max_documents=1)
+ASKED = AttentionCall(scale=1.0, implementation="xla")
+PAGES = {"call": AUTO, "value_size": 128, "page": 64}
 PADDED = AttentionCall(scale=1.0, max_documents=2, padded=True)
 NEAR = AttentionCall(scale=1.0, mask="full", window=65)
 FIXED = AttentionCall(scale=1.0, max_documents=1, deterministic=True)
@@ -140,6 +142,13 @@ TABLE = [
     ("adam_row", "float32", BIG, BARE, {}, "xla", "pip install"),
     ("nf4", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
     ("nf4", "bfloat16", BIG, GPU, {}, "triton", "once for its block"),
+    ("paged_attention", "bfloat16", (64, 8, 128), CPU, PAGES, "xla", NO_GPU),
+    ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES, "triton", "where they lie"),
+    ("paged_attention", "bfloat16", (64, 8, 128), BARE, PAGES, "xla", "pip install"),
+    ("paged_attention", "float32", (64, 8, 128), GPU, PAGES, "xla", "no float32"),
+    ("paged_attention", "bfloat16", (64, 8, 96), GPU, PAGES, "xla", "keys of 96"),
+    ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES | {"page": 16}, "xla", "not 16"),
+    ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES | {"call": ASKED}, "xla", "asks"),
     ("causal_conv", "bfloat16", BIG, CPU, {"taps": 4}, "xla", NO_GPU),
     ("causal_conv", "bfloat16", BIG, GPU, {"taps": 4}, "triton", "one pass"),
     ("causal_conv", "bfloat16", BIG, BARE, {"taps": 4}, "xla", "pip install"),
@@ -205,7 +214,7 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    # No block calls grouped_matmul yet, and nf4 is for adapters only.
-    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4"})
+    # No block calls grouped_matmul yet, nf4 is for adapters only, and no training has pages.
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4", "paged_attention"})
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")

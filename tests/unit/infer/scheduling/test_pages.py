@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mjax.infer.engine.pages import PagePool, chain
+from mjax.infer.scheduling.pages import PagePool, chain
 
 tokens_of = st.lists(st.integers(0, 2), max_size=20)
 salts = st.sampled_from(

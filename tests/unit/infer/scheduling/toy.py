@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from mjax.infer.engine.scheduler import Plan, Scheduler, Sequence
+from mjax.infer.scheduling.scheduler import Plan, Scheduler, Sequence
 
 END = 0  # a sampled token that ends its sequence
 
@@ -118,6 +118,7 @@ class Toy:
             if self.scheduler.window is not None:
                 unseen = sequence.computed - 1 - self.scheduler.window
                 assert not any(sequence.pages[: max(0, unseen) // self.pool.page])
+            assert not sequence.waits or sequence.flying == 1
             client = self.clients[sequence]
             assert self.last[sequence.slot] == client.tokens[sequence.computed - 1]
         for chunk in plan.chunks:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from mjax.errors import UserError
-from mjax.infer.engine.pages import NULL_PAGE, PagePool, chain
+from mjax.infer.scheduling.pages import NULL_PAGE, PagePool, chain
 
 
 class QueueFull(UserError):
@@ -65,6 +65,8 @@ class Sequence:
     - salt: sequences share cached prefixes only if this is equal (`pages.chain`).
     - reads_prefix: False computes the whole prompt, as its log-probabilities need every logit.
 
+    - waits: no token is planned for it while one is in flight, as the next one depends on it.
+
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
     - pages: page numbers, in order. Pages that have left the window are the null page.
@@ -85,6 +87,7 @@ class Sequence:
     priority: int = 0
     salt: tuple = ()
     reads_prefix: bool = True
+    waits: bool = False
 
     computed: int = 0
     flying: int = 0
@@ -213,12 +216,12 @@ class Scheduler:
     def _decode(self, plan: Plan) -> bool:
         """Plans one token for each row whose last one is on the device; False: drain first.
 
-        Preempts sequences until each row has its page. A sequence alone always has (`add`). Rows
-        are never more than a step's tokens, as each drew its first one in a step with the others.
+        Preempts sequences until each row has its page. A sequence alone always has (`add`).
         """
         while True:
             running = self.running.values()
             rows = [s for s in running if s.sampled and len(s.tokens) + s.flying < s.limit]
+            rows = [s for s in rows if not (s.waits and s.flying)][: self.limits.tokens]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:

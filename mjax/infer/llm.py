@@ -1,0 +1,154 @@
+"""`LLM(path)`: a model with its tokenizer and engine, for texts in bulk.
+
+`LLM("runs/quickstart").generate(["Once upon"])` gives a `RequestOutput` for each prompt, in order.
+Names of arguments are vLLM's where it has one.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mjax.checkpoint.base.companion_files import end_ids, tokenizer_of
+from mjax.config.schema.run import MeshConfig
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.chat_ids import reply_ids
+from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
+from mjax.errors import UserError
+from mjax.infer.engine import Engine
+from mjax.infer.requests import RequestOutput, SamplingParams
+from mjax.infer.scheduling.scheduler import Limits, QueueFull
+from mjax.interop.pretrained import from_pretrained
+from mjax.json_file import read_json
+from mjax.sharding.mesh import make_mesh
+
+_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class LLM:
+    """A model ready to continue texts. `engine` takes requests one by one."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | None = None,
+        tensor_parallel_size: int = 1,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_prefill_tokens: int = 2048,
+        kv_cache_dtype: str | None = None,
+        quantization: str | None = None,
+        enable_prefix_caching: bool = True,
+    ):
+        """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
+
+        tokenizer: default: the model's own; None is found: prompts are ids and texts empty.
+        dtype: default: bfloat16, on a CPU float32.
+        max_model_len: tokens of the longest text; default: the model's.
+        max_num_seqs: texts that are made at a time.
+        max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
+        kv_cache_dtype: fp8, or default the model's.
+        quantization: fp8 rounds the weights of layers as they are loaded; default: none.
+        Raises `UserError` for what cannot be loaded or served.
+        """
+        have = len(jax.devices())
+        if not 1 <= tensor_parallel_size <= have:
+            raise UserError(
+                f"tensor_parallel_size={tensor_parallel_size}: there are {have} devices; "
+                f"give 1 to {have}"
+            )
+        mesh = None
+        if tensor_parallel_size > 1:
+            sizes = MeshConfig(dp=1, tp=tensor_parallel_size)
+            mesh = make_mesh(sizes, jax.devices()[:tensor_parallel_size])
+        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
+        name = tokenizer or tokenizer_of(model)
+        self.folder = loaded.tokenizer_dir
+        self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
+        self.engine = Engine(
+            loaded.definition,
+            loaded.params,
+            loaded.cfg,
+            dtype=dtype,
+            tokenizer=self.tokenizer,
+            eos=end_ids(self.folder, self.tokenizer),
+            limits=Limits(
+                rows=max_num_seqs,
+                chunk=max_num_prefill_tokens,
+                length=max_model_len or loaded.cfg.max_position_embeddings,
+            ),
+            cache_dtype=kv_cache_dtype,
+            weight_dtype=quantization,
+            cache_prefixes=enable_prefix_caching,
+            donate=True,
+        )
+
+    def default_params(self) -> SamplingParams:
+        """The settings of the model's generation_config.json; greedy where it has none."""
+        if self.folder is None:
+            return SamplingParams()
+        said = read_json(self.folder / "generation_config.json", missing={})
+        given = {name: said[name] for name in _GENERATION if said.get(name) is not None}
+        if not said.get("do_sample", True):
+            given = {name: given[name] for name in given if name == "repetition_penalty"}
+        return SamplingParams(**given)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, a text or ids; outputs come in the order of prompts.
+
+        params: of all, or of each; None: `default_params`.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if params is None:
+            params = self.default_params()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts and {len(each)} params: give one for each")
+        requests = []
+        for prompt, wanted in zip(prompts, each, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            ids = prompt if text is None else self.encode(prompt)
+            requests.append(self._add(ids, wanted, text))
+        while self.engine.has_work:
+            self.engine.step()
+        return [request.output for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        `variables` are further ones that the template reads, `tools` among them.
+        """
+        if self.folder is None or self.tokenizer is None:
+            raise UserError("the model has no chat template; give texts to generate")
+        template = load_chat_template(self.folder)
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [reply_ids(chat, self.tokenizer, template, **variables) for chat in chats]
+        return self.generate(prompts, params)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, after the tokens that the model wants before a text."""
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer; give ids, or LLM(.., tokenizer=..)")
+        return [*self.tokenizer.prefix, *self.tokenizer.encode(text)]
+
+    def _add(self, ids: Sequence[int], params: SamplingParams, text: str | None):
+        while True:
+            try:
+                return self.engine.add(ids, params, text=text)
+            except QueueFull:
+                self.engine.step()

@@ -1,0 +1,162 @@
+"""What the host writes for a step: a record for each row, flat ids of prompts, rules of tokens.
+
+A sample's settings are written when it takes a slot, and its table when its pages change, so a step
+of decoding copies records and fills in lengths. Invariant: a record says all that its row depends
+on, besides the tokens that its pages hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mjax.infer.programs import record_dtype
+from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
+from mjax.infer.sample import Draws, RowRules
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.scheduling.scheduler import Sequence as Tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its samples, as the engine follows them."""
+
+    output: RequestOutput
+    params: SamplingParams
+    samples: list["Sample"] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample of a request.
+
+    seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
+    slot: of the record that was filled for it, -1 before. table: (pages, null pages among them)
+    that the record has. counted: the admission after which its tokens were counted for penalties.
+    """
+
+    request: Request
+    answer: Answer
+    tokens: Tokens
+    seed: int
+    draws: Draws
+    lane: int
+    slot: int = -1
+    table: tuple[int, int] = (0, 0)
+    counted: int = 0
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether some tokens are favored or forbidden in its rows."""
+        rules = self.answer.rules
+        favored = rules.bias or rules.bad_words or rules.allowed is not None
+        return bool(favored or self.answer.matcher or self.answer.params.min_tokens)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.answer.output.finish_reason is not None
+
+
+class Work(NamedTuple):
+    """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws."""
+
+    sample: Sample
+    first: int
+    count: int
+    samples: bool
+
+
+class Records:
+    """The records of all slots of all lanes; the slot after all is of rows without work."""
+
+    def __init__(self, lanes: int, limits: Limits, width: int):
+        """`width`: pages of the longest row."""
+        self.dtype = record_dtype(width)
+        self.rows = limits.rows
+        self._of_slots = np.zeros((lanes, limits.rows + 1), self.dtype)
+        self._of_slots["slot"] = np.arange(limits.rows + 1)
+
+    def write(self, work: Sequence[Sequence[Work]], rows: int) -> np.ndarray:
+        """The records of a step for the work of each lane, int32 [lanes * rows, C]."""
+        lanes = [self._of_lane(lane, rows) for lane in work]
+        return np.concatenate(lanes)
+
+    def empty(self, rows: int) -> np.ndarray:
+        """The records of a step without work."""
+        return self.write([[]] * len(self._of_slots), rows)
+
+    def _of_lane(self, work: Sequence[Work], rows: int) -> np.ndarray:
+        lane = self._of_slots[work[0].sample.lane if work else 0]
+        for entry in work:
+            self._update(lane, entry.sample)
+        slots = np.full(rows, self.rows)
+        slots[: len(work)] = [entry.sample.slot for entry in work]
+        records = lane[slots]
+        own = records[: len(work)]
+        own["count"] = [entry.count for entry in work]
+        own["length"] = [entry.first + entry.count for entry in work]
+        own["samples"] = [entry.samples for entry in work]
+        return records.view(np.int32).reshape(rows, -1)
+
+    def _update(self, lane: np.ndarray, sample: Sample) -> None:
+        """Write what has changed of a sample's record."""
+        tokens = sample.tokens
+        if sample.slot != tokens.slot:
+            sample.slot, sample.table = tokens.slot, (0, 0)
+            settings = vars(sample.answer.params.sampling)
+            settings = settings | {"seed": sample.seed, "index": sample.answer.output.index}
+            for name, value in settings.items():
+                lane[name][tokens.slot] = value
+            lane["table"][tokens.slot] = 0
+        table = len(tokens.pages), tokens.passed
+        if sample.table != table:
+            sample.table = table
+            lane["table"][tokens.slot, : len(tokens.pages)] = tokens.pages
+
+
+def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int]) -> np.ndarray:
+    """The tokens of prefill, int32 [lanes, T]; T is the first of `sizes` that holds all."""
+    lanes = []
+    for lane in work:
+        tokens: list[int] = []
+        for sample, first, count, _ in lane:
+            tokens += sample.tokens.tokens[first : first + count]
+        lanes.append(tokens)
+    ids = np.zeros((len(lanes), holding(sizes, max(map(len, lanes)))), np.int32)
+    for row, tokens in zip(ids, lanes, strict=True):
+        row[: len(tokens)] = tokens
+    return ids
+
+
+def rules_of(places: Sequence[Sample | None], vocabulary: int) -> RowRules:
+    """The rules of the rows of a step; None: a row without work."""
+    if not any(sample is not None and sample.has_rules for sample in places):
+        return RowRules()
+    answers = [None if sample is None else sample.answer for sample in places]
+    # The token that this step draws is counted among those in flight.
+    flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
+    return row_rules(answers, flying, vocabulary)
+
+
+def united(kinds: Sequence[Draws]) -> Draws:
+    """What some row of a step needs."""
+    return Draws(
+        random=any(kind.random for kind in kinds),
+        limited=any(kind.limited for kind in kinds),
+        penalties=any(kind.penalties for kind in kinds),
+        top=max(kind.top for kind in kinds),
+    )
+
+
+def powers_of_two(first: int, most: int) -> list[int]:
+    """The powers of two from `first`, one of them, to the first that is `most` or more."""
+    sizes = [first]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def holding(sizes: Sequence[int], count: int) -> int:
+    """The first of rising sizes that holds `count`."""
+    return next(size for size in sizes if size >= count)

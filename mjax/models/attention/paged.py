@@ -1,0 +1,122 @@
+"""Caches of attention in pages: tokens of many rows share one pool, as their tables say.
+
+These take the place of the caches in `caches.py`, and branches write and attend as they do there.
+The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what padding writes. What lies
+where comes with the tokens (`PagedTokens`), so a pool knows no row.
+"""
+
+from typing import NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from mjax.errors import UserError
+from mjax.kernels.attention.paged import paged_attention, write_pages
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.models.base.branch import CacheSpec
+from mjax.models.base.context import PagedTokens
+
+PAGE = 64  # tokens of a page
+FP8 = "float8_e4m3fn"
+
+
+class PagedKeysValues(NamedTuple):
+    """Keys after RoPE and values of each kv head, both [pages, K, PAGE, H].
+
+    key_scales, value_scales: fp32 [pages, K, PAGE], of caches in 8 bits: what a token's channels
+    are multiplied by. None: the cache has the dtype of the model.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+
+    def in_8_bits(self) -> "PagedKeysValues":
+        """The specs of a cache in e4m3, from those of one in the model's dtype."""
+        axes = self.keys.axes
+        keys, values = (CacheSpec(x.shape, axes, FP8) for x in (self.keys, self.values))
+        scales = CacheSpec(keys.shape[:-1], axes[:-1], "float32")
+        return PagedKeysValues(keys, values, scales, scales)
+
+    def write(self, k: jax.Array, v: jax.Array, new: PagedTokens) -> "PagedKeysValues":
+        """The cache with k and v [B, S, K, H] of new tokens."""
+        k, k_scales = _rounded(k, self.key_scales)
+        v, v_scales = _rounded(v, self.value_scales)
+
+        def written(pages: jax.Array | None, tokens: jax.Array | None) -> jax.Array | None:
+            if pages is None:
+                return None
+            return write_pages(pages, _flat(tokens), new.pages, new.places)
+
+        return PagedKeysValues(*map(written, self, (k, v, k_scales, v_scales)))
+
+    def attend(
+        self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: PagedTokens
+    ) -> jax.Array:
+        """Attention of new tokens q [B, S, N, H] to their rows up to themselves, [B, S, N, H]."""
+        scales = None
+        if self.key_scales is not None:
+            scales = self.key_scales, self.value_scales
+        out = paged_attention(
+            _flat(q),
+            self.keys,
+            self.values,
+            new.rows,
+            call,
+            sinks=arrays.sinks,
+            scales=scales,
+            each=new.each,
+        )
+        return out.reshape(*q.shape[:-1], out.shape[-1])
+
+
+class PagedLatents(NamedTuple):
+    """The latent of each token and the key part that all heads share, [pages, PAGE, R + P]."""
+
+    latents: jax.Array
+
+    def write(self, latent: jax.Array, new: PagedTokens) -> "PagedLatents":
+        """The cache with the latents [B, S, R + P] of new tokens."""
+        one_head = _flat(latent)[:, None]
+        pages = write_pages(self.latents[:, None], one_head, new.pages, new.places)
+        return PagedLatents(pages[:, 0])
+
+    @staticmethod
+    def reads_as_they_are(tokens: int) -> bool:
+        """Latents in pages are never expanded: a row's pages would have to be gathered."""
+        return True
+
+    def read(self, arrays: AttentionArrays, new: PagedTokens, tokens: int) -> NoReturn:
+        """Raise `UserError`: latents in pages are read as they are or not at all."""
+        raise UserError(
+            "adapters of single rows on kv_b: latents in pages are read through one kv_b; leave "
+            "kv_b out of the adapters, or merge them"
+        )
+
+    def attend(
+        self,
+        q: jax.Array,
+        call: AttentionCall,
+        arrays: AttentionArrays,
+        new: PagedTokens,
+        rank: int,
+    ) -> jax.Array:
+        """Attention of new tokens q [B, S, N, R + P] to their rows as one kv head, [B, S, N, R]."""
+        keys = self.latents[:, None]
+        out = paged_attention(_flat(q), keys, None, new.rows, call, value_size=rank, each=new.each)
+        return out.reshape(*q.shape[:-1], rank)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[B, S, ..] -> [B * S, ..]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _rounded(x: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(x [B, S, K, H] in e4m3, its scales [B, S, K]) for a cache that has scales, else x itself."""
+    if scales is None:
+        return x, None
+    largest = jnp.abs(x).max(-1).astype(jnp.float32)
+    scale = jnp.where(largest > 0, largest / float(jnp.finfo(FP8).max), 1.0)
+    return (x.astype(jnp.float32) / scale[..., None]).astype(FP8), scale
