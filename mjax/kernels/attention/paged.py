@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.attention.api import masked_scores
@@ -199,7 +200,7 @@ class Splits(NamedTuple):
     walkers: int
 
 
-# Rows times kv heads, and the most tokens of a split with no more of them: GPUs want some hundred
+# Tiles of all rows, and the most tokens of a split with no more of them: GPUs want some hundred
 # programs, and longer splits cost less. Measured on an H100.
 SPLIT_TOKENS = ((32, 256), (256, 512), (1 << 30, 1024))
 MOST_SPLITS = 32  # of a row: memory for their parts
@@ -224,7 +225,8 @@ def splits_for(arrays: PagedArrays, each: int | None) -> Splits | None:
     if each is None:
         return None
     count, width = arrays.rows.tables.shape
-    programs = count * arrays.keys.shape[1]
+    tiles = -(-each * arrays.group // tile_for(arrays, each).queries)
+    programs = count * arrays.keys.shape[1] * tiles
     tokens = next(tokens for most, tokens in SPLIT_TOKENS if programs <= most)
     pages = max(tokens // arrays.keys.shape[2], power_of_2(-(-width // MOST_SPLITS)))
     walkers = max(1, min(-(-width // pages), MOST_PROGRAMS // programs))
@@ -293,10 +295,11 @@ def power_of_2(least: int) -> int:
 def _operands(arrays: PagedArrays) -> list[jax.Array]:
     """The arrays that our kernel takes; those that it does not read have one element."""
     q, rows = arrays.q, arrays.rows
-    values = jnp.zeros(1, q.dtype) if arrays.values is None else arrays.values
-    scales = arrays.scales or (jnp.zeros(1, jnp.float32),) * 2
-    sinks = jnp.full(q.shape[1], -jnp.inf) if arrays.sinks is None else arrays.sinks
-    sinks = sinks.astype(jnp.float32)
+    values = np.zeros(1, q.dtype) if arrays.values is None else arrays.values
+    scales = arrays.scales or (np.zeros(1, np.float32),) * 2
+    # one for all heads, which is a constant: XLA fills arrays by a kernel
+    sinks = np.full(1, -np.inf) if arrays.sinks is None else arrays.sinks
+    sinks = sinks.astype(np.float32)
     return [q, arrays.keys, values, *scales, sinks, rows.tables, rows.lengths, rows.starts]
 
 
@@ -316,6 +319,7 @@ def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> di
         H=size,
         TAIL=channels - size,
         PAGE=page,
+        SINKS=int(arrays.sinks is not None),
         SCALE=call.scale,
         SOFTCAP=call.softcap or 0,
         WINDOW=call.window if call.window is not None and call.window < width * page else 0,

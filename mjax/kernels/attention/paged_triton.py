@@ -7,7 +7,7 @@ row's new token m // GROUP. So keys are read once for all heads that share them.
 H: channels of values. TAIL: channels of keys after the first H, or 0. With a tail, attention is
 latent: the first H channels of keys are the values. SOFTCAP, WINDOW: 0 where there is none. SPLIT:
 keys of a split, or 0: a program takes all keys that its tile sees. WALKERS programs of a tile take
-its splits by turns. Padding is a last row without keys.
+its splits by turns. Padding is a last row without keys. SINKS: 0 where all heads have one.
 """
 
 import triton
@@ -39,6 +39,7 @@ def attend_to_pages(
     H: tl.constexpr,
     TAIL: tl.constexpr,
     PAGE: tl.constexpr,
+    SINKS: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -62,7 +63,7 @@ def attend_to_pages(
     head = kv_head * GROUP + packed % GROUP
     place = (start + packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
     query, tail = _queries(q, place, within, H, TAIL)
-    sink = tl.load(sinks + head, within, other=NEVER) * LOG2E
+    sink = tl.load(sinks + head * SINKS, within, other=NEVER) * LOG2E
     for split in tl.range(first + walker, last, WALKERS):
         mean, total = _walk(
             query, tail, position, tl.where(split == first, sink, NEVER), tables + row * M,
