@@ -68,16 +68,9 @@ def write_pages(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Arr
 
     A donated array is written in place. No two tokens may have one slot, but in page 0.
     """
-    count, heads, size = pages.shape[:3]
-    # Rows of one matrix: XLA would transpose the pages for a scatter along two axes.
-    flat = pages.reshape(count * heads * size, *pages.shape[3:])
-    first = page * (heads * size) + slot
-    places = first[:, None] + jnp.arange(heads, dtype=jnp.int32) * size
-    new = new.astype(pages.dtype)
     # What page 0 holds does not matter, so neither does the order of writes to it.
-    return (
-        flat.at[places].set(new, mode="promise_in_bounds", unique_indices=True).reshape(pages.shape)
-    )
+    kind = {"mode": "promise_in_bounds", "unique_indices": True}
+    return pages.at[page, :, slot].set(new.astype(pages.dtype), **kind)
 
 
 @jax.named_scope("sdpa")
