@@ -69,8 +69,7 @@ def write_pages(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Arr
     A donated array is written in place. No two tokens may have one slot, but in page 0.
     """
     # What page 0 holds does not matter, so neither does the order of writes to it.
-    kind = {"mode": "promise_in_bounds", "unique_indices": True}
-    return pages.at[page, :, slot].set(new.astype(pages.dtype), **kind)
+    return pages.at[page, :, slot].set(new.astype(pages.dtype), unique_indices=True)
 
 
 @jax.named_scope("sdpa")
@@ -104,7 +103,8 @@ def paged_attention(
     if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
         return _reference(q, keys, values, rows, call, sinks, scales, value_size)
     arrays = PagedArrays(q, keys, values, rows, sinks, scales)
-    return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits_for(arrays, each))
+    splits = splits_for(arrays, each) if each else None
+    return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -203,20 +203,17 @@ MOST_PROGRAMS = 4096  # those beyond a row's length cost their start
 def tile_for(arrays: PagedArrays, each: int | None) -> PagedTile:
     """The tile for `each` new tokens of each row, one or a few, or None: for any number."""
     width, page = arrays.q.shape[-1], arrays.keys.shape[2]
-    is_latent = arrays.values is None
+    queries = min(max(power_of_2(each * arrays.group), 16), 64) if each else 128
+    if arrays.values is None:
+        queries = min(queries, 64)
+        return PagedTile(queries, 32, 4 if queries == 16 else 8, 2 if queries == 64 else 3)
     if each is None:
-        if is_latent:
-            return PagedTile(64, 32, 8, 2)
-        return PagedTile(128, min(64, page), 8, 3 if width <= 128 else 2)
-    queries = min(max(power_of_2(each * arrays.group), 16), 32 if is_latent else 64)
-    warps = 8 if is_latent and queries > 16 else 4
-    return PagedTile(queries, min(64 if width <= 128 else 32, page), warps, 3)
+        return PagedTile(queries, min(64, page), 8, 3 if width <= 128 else 2)
+    return PagedTile(queries, min(64 if width <= 128 else 32, page), 4, 3)
 
 
-def splits_for(arrays: PagedArrays, each: int | None) -> Splits | None:
+def splits_for(arrays: PagedArrays, each: int) -> Splits:
     """The splits of rows with tables of this width; they do not depend on lengths."""
-    if each is None:
-        return None
     count, width = arrays.rows.tables.shape
     tiles = -(-each * arrays.group // tile_for(arrays, each).queries)
     programs = count * arrays.keys.shape[1] * tiles
@@ -249,9 +246,10 @@ def attend_by_tiles(
         split, count = splits.pages * page, -(-constants["M"] // splits.pages)
         tiles = constants["ROWS"] * -(-each * arrays.group // tile.queries) * walkers
     shared |= {"SPLIT": split, "SPLITS": count}
-    means = jax.ShapeDtypeStruct((*q.shape[:2], count, constants["H"]), jnp.float32)
+    size = constants["WIDTH"] - constants["TAIL"]
+    means = jax.ShapeDtypeStruct((*q.shape[:2], count, size), jnp.float32)
     sums = jax.ShapeDtypeStruct(means.shape[:3], jnp.float32)
-    out = jax.ShapeDtypeStruct((*q.shape[:2], constants["H"]), q.dtype)
+    out = jax.ShapeDtypeStruct((*q.shape[:2], size), q.dtype)
     made = triton_call(
         attend_to_pages,
         _operands(arrays),
@@ -275,6 +273,7 @@ def attend_by_tiles(
         programs=q.shape[0] * q.shape[1],
         warps=max(1, min(8, room * constants["H"] // 2048)),
         HEADS=q.shape[1],
+        SIZE=size,
         ROOM=room,
         **shared,
     )[0]
@@ -300,7 +299,7 @@ def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> di
     """The constants that our kernel is compiled for; a window as long as a table is none."""
     count, width = arrays.rows.tables.shape
     _, kv_heads, page, channels = arrays.keys.shape
-    size = 1 << (channels.bit_length() - 1)
+    size = channels if arrays.values is not None else 1 << (channels.bit_length() - 1)
     return dict(
         M=width,
         T=len(arrays.q),
@@ -309,7 +308,8 @@ def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> di
         EACH=each or 0,
         KV_HEADS=kv_heads,
         GROUP=arrays.group,
-        H=size,
+        H=power_of_2(size),
+        WIDTH=channels,
         TAIL=channels - size,
         PAGE=page,
         SINKS=int(arrays.sinks is not None),
