@@ -10,7 +10,7 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,22 +24,27 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
+from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
+from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, StepTokens, fitting_pages
 from mjax.infer.records import (
     Records,
     Request,
     Sample,
     Work,
+    drafts_of,
     flat_ids,
     holding,
+    kept_places,
+    likeliest,
     powers_of_two,
+    read_scores,
     rules_of,
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
-from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
+from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
@@ -60,11 +65,18 @@ class Update(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A program in flight: what it draws, for which samples by place, with which weights."""
+    """A program in flight.
+
+    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    version: of the weights. drafts: of the rows, int32 [R, k], or None.
+    """
 
     drawn: Drawn
+    scores: Scored | None
     samples: dict[int, Sample]
     version: int
+    drafts: np.ndarray | None
+    work: list[list[Work]]
 
 
 class Engine:
@@ -84,6 +96,8 @@ class Engine:
         cache_dtype: str | None = None,
         cache_prefixes: bool = True,
         donate: bool = False,
+        drafts: int = 0,
+        drafter: Callable[[], Drafter] = RepeatedText,
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
@@ -91,9 +105,17 @@ class Engine:
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
         donate: frees `params` while they are copied.
+        drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
+            between steps; it pays where few texts repeat themselves much.
+        drafter: makes what guesses the tokens of one sample.
         Raises `UserError` for a model that the engine does not serve.
         """
         require_decoder(cfg)
+        if drafts < 0 or (drafts and _is_recurrent(cfg)):
+            raise UserError(
+                f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "
+                "states do not go back before a wrong guess"
+            )
         if cache_dtype not in (None, "fp8"):
             raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
@@ -102,8 +124,8 @@ class Engine:
         self._params = take_apart(definition.specs, params, self._dtype, donate)
         self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         self._chunks = 1 if limits.prefill_alone else CHUNKS
-        width = -(-limits.length // PAGE)
-        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
+        width = -(-(limits.length + drafts) // PAGE)
+        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8", drafts)
         self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
@@ -124,6 +146,8 @@ class Engine:
         self._numbers = itertools.count()
         self.version, self._paused = 0, False
         self.prefills = 0  # programs of prefill so far
+        self._drafts, self._drafter = drafts, drafter
+        self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -146,6 +170,8 @@ class Engine:
         self._check(request_id, prompt, params)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
         request = Request(RequestOutput(request_id, text, prompt, []), params)
+        if params.prompt_logprobs is not None:
+            request.output.prompt_logprobs = [None] * len(prompt)
         most = params.max_tokens or self.limits.length - len(prompt)
         salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
         lane = min(range(len(self.lanes)), key=self._load)
@@ -153,9 +179,13 @@ class Engine:
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
             tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
             tokens.waits = answer.waits
+            tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
-            draws = draws_of([params.sampling], _TOP if params.logprobs else 0)
-            request.samples.append(Sample(request, answer, tokens, seed, draws, lane))
+            top = _TOP if params.logprobs or params.prompt_logprobs else 0
+            draws = draws_of([params.sampling], top)
+            sample = Sample(request, answer, tokens, seed, draws, lane)
+            sample.drafter = self._drafter() if self._drafts else None
+            request.samples.append(sample)
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
         self.requests[request_id] = request
@@ -178,6 +208,7 @@ class Engine:
         if self._paused:
             return self._read(all_but=0)
         found: list[Update] = []
+        self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
         before = len(self._flying)
         decode, prefill = [], []
@@ -192,7 +223,8 @@ class Engine:
             self.prefills += 1
             self._launch([chunks[: self._chunks] for chunks in prefill], None)
             prefill = [chunks[self._chunks :] for chunks in prefill]
-        return found + self._read(all_but=len(self._flying) - before)
+        # Guesses need all tokens before them.
+        return found + self._read(all_but=0 if self._drafts else len(self._flying) - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
 
@@ -237,10 +269,13 @@ class Engine:
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number."""
         rows, tokens = self._sizes
-        inputs = [(None, self._records.empty(n)) for n in rows]
+        inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
+        if self._drafts:
+            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
+            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
         for count in tokens:
             ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((ids, self._records.empty(self._chunks)))
+            inputs.append((StepTokens(ids), self._records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
@@ -256,12 +291,20 @@ class Engine:
         found += self._read(all_but=0)
         return lane.plan()
 
+    def _guess(self) -> None:
+        """Give drafts to all rows that may have some."""
+        for lane in self.lanes if self._drafts else ():
+            for tokens in lane.running.values():
+                sample = self._of_tokens[tokens]
+                if tokens.sampled and sample.may_draft:
+                    tokens.drafts = sample.drafter.propose(tokens.tokens, self._drafts)
+
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
     def _launch(self, work: list[list[Work]], rows: int | None) -> None:
         """Launch a program for the work of all lanes: of decoding `rows` rows, or of prefill."""
-        ids = None if rows else flat_ids(work, self._sizes[1])
+        given = self._step_tokens(work, rows)
         rows = rows or self._chunks
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
@@ -275,20 +318,30 @@ class Engine:
         draws = united([sample.draws for sample in places if sample is not None])
         if draws.penalties:
             self._count(filter(None, places))
-        program = self._program(ids, records, rules, draws)
-        self._state, drawn = program(self._params, self._state, ids, records, rules)
-        for array in jax.tree.leaves(drawn):
+        program = self._program(given, records, rules, draws)
+        self._state, *results = program(self._params, self._state, given, records, rules)
+        for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self._flying.append(Launched(drawn, samples, self.version))
+        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
+
+    def _step_tokens(self, work: list[list[Work]], rows: int | None) -> StepTokens:
+        """The tokens of a step of decoding `rows` rows, or of prefill."""
+        if rows:
+            return StepTokens(drafts=drafts_of(work, rows, self._drafts))
+        ids, labels = flat_ids(work, self._sizes[1]), None
+        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+            labels = flat_ids(work, self._sizes[1], ahead=1)
+        return StepTokens(ids, labels)
 
     def _program(
-        self, ids: np.ndarray | None, records: np.ndarray, rules: RowRules, draws: Draws
+        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
-        shapes = [None if x is None else x.shape for x in (ids, records, *vars(rules).values())]
+        arrays = *given, records, *vars(rules).values()
+        shapes = [None if x is None else x.shape for x in arrays]
         key = *shapes, draws, self._state.counts is None
         if key not in self._compiled:
-            inputs = self._params, self._state, ids, records, rules
+            inputs = self._params, self._state, given, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
@@ -314,22 +367,27 @@ class Engine:
         """The tokens of programs in flight but the last launched ones; waits for them."""
         found = []
         while len(self._flying) > all_but:
-            drawn, samples, version = self._flying.popleft()
-            drawn = jax.tree.map(np.asarray, drawn)
+            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
+            if scores is not None:
+                read_scores(work, scores)
             for place, sample in samples.items():
-                if not sample.has_ended:
-                    text = self._push(sample, drawn, place, version)
-                    found.append(Update(sample.request, sample, text))
+                kept = kept_places(drawn.token, drafts, place)
+                for number in kept:
+                    if not sample.has_ended:
+                        text = self._push(sample, drawn, number, version, number > kept[0])
+                        found.append(Update(sample.request, sample, text))
+                self.verified += drafts is not None and drafts[place, 0] >= 0
+                self.accepted += len(kept) - 1
         return found
 
-    def _push(self, sample: Sample, drawn: Drawn, place: int, version: int) -> str:
+    def _push(
+        self, sample: Sample, drawn: Drawn, place: int, version: int, after_draft: bool
+    ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
-        self.lanes[sample.lane].read(tokens, token)
-        top, most = None, sample.request.params.logprobs
-        if most:
-            best = drawn.top_ids[place].tolist(), drawn.top_logprobs[place].tolist()
-            top = dict(itertools.islice(zip(*best, strict=True), most))
+        self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
+        top = likeliest(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
         if len(tokens.tokens) >= tokens.limit:
@@ -352,10 +410,8 @@ class Engine:
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         """Raise `UserError` for a request that cannot be served."""
-        missing = {"adapter": "leave it out", "prompt_logprobs": "use mjax evaluate"}
-        for name, remedy in missing.items():
-            if getattr(params, name) is not None:
-                raise UserError(f"SamplingParams: {name} is not built in the engine; {remedy}")
+        if params.adapter is not None:
+            raise UserError("SamplingParams: adapter is not built in the engine; leave it out")
         if self._state is None:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if request_id in self.requests:

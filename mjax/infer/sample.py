@@ -12,6 +12,7 @@ differs only where top-p and min-p are both set.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,14 @@ class Drawn:
     top_logprobs: jax.Array | None = None
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of given tokens, and of the likeliest ones; fields as in `Drawn`."""
+
+    logprob: jax.Array
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
 def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
     """A token of each row of logits fp32 [R, V]; `draws` covers what `rows` ask for."""
     z = biased(logits, rows.rules)
@@ -201,11 +210,17 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         drawn = jnp.argmax(left + gumbel, -1).astype(jnp.int32)
         token = jnp.where(hot, drawn, token)
         z = left
-    if not draws.top:
-        return Drawn(token, _log_prob(logits, token), _log_prob(z, token))
-    _, ids = jax.lax.top_k(logits, draws.top)
+    own = scored(logits, token, draws.top)
+    return Drawn(token, own.logprob, _log_prob(z, token), own.top_ids, own.top_logprobs)
+
+
+def scored(logits: jax.Array, token: jax.Array, top: int) -> Scored:
+    """Log-probabilities of tokens int32 [R] and of the `top` likeliest by logits fp32 [R, V]."""
+    if not top:
+        return Scored(_log_prob(logits, token))
+    _, ids = jax.lax.top_k(logits, top)
     best = jax.vmap(_log_prob, (None, 1), 1)(logits, ids)
-    return Drawn(token, _log_prob(logits, token), _log_prob(z, token), ids, best)
+    return Scored(_log_prob(logits, token), ids, best)
 
 
 def _log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:

@@ -66,6 +66,8 @@ class Sequence:
     - reads_prefix: False computes the whole prompt, as its log-probabilities need every logit.
 
     - waits: no token is planned for it while one is in flight, as the next one depends on it.
+    - drafts: guesses of the tokens after the known ones, given anew before each plan. The next step
+      computes them too; a plan drops those that no page or limit has room for.
 
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
@@ -88,6 +90,7 @@ class Sequence:
     salt: tuple = ()
     reads_prefix: bool = True
     waits: bool = False
+    drafts: list[int] = field(default_factory=list)
 
     computed: int = 0
     flying: int = 0
@@ -131,7 +134,7 @@ class Chunk:
 class Plan:
     """Work of one step. Sequences change in the next plan, so arrays are built from it at once.
 
-    - decode: sequences that get one token each, at position `computed - 1`.
+    - decode: sequences that get one token each, at position `computed - 1`, and their drafts.
     - chunks: parts of prompts.
     - preempted: sequences that have lost their pages.
     - drain: nothing is planned until the engine has read all samples in flight and has finished
@@ -192,11 +195,18 @@ class Scheduler:
         """Ends a sequence whose client has left, as `finish` does."""
         self.finish(sequence)
 
-    def read(self, sequence: Sequence, token: int) -> None:
-        """Notes a sample that the host has read; one of an ended sequence is dropped."""
+    def read(self, sequence: Sequence, token: int, *, after_draft: bool = False) -> None:
+        """Notes a sample that the host has read; one of an ended sequence is dropped.
+
+        `after_draft`: it is a further sample of the same step, after a draft that was right, whose
+        cache entry stays. Entries of wrong drafts are written over later.
+        """
         if sequence.slot >= 0:
             sequence.tokens.append(token)
-            sequence.flying -= 1
+            if after_draft:
+                sequence.computed += 1
+            else:
+                sequence.flying -= 1
             self._publish(sequence)
 
     def plan(self) -> Plan:
@@ -205,7 +215,8 @@ class Scheduler:
         self._leave_windows()
         if not self._decode(plan):
             return Plan(drain=True)
-        room = min(self.limits.chunk, self.limits.tokens - len(plan.decode))
+        left = self.limits.tokens - sum(1 + len(s.drafts) for s in plan.decode)
+        room = max(min(self.limits.chunk, left), 0)
         for sequence in self.running.values():
             if not sequence.sampled:
                 room = self._prefill(plan, sequence, room)
@@ -246,8 +257,21 @@ class Scheduler:
         for sequence in rows:
             sequence.computed += 1
             sequence.flying += 1
+            if sequence.drafts:
+                self._fit_drafts(sequence)
         plan.decode = rows
         return True
+
+    def _fit_drafts(self, sequence: Sequence) -> None:
+        """Drops drafts beyond the limit, or beyond the pages where no more are free."""
+        drafts, size = sequence.drafts, self.pool.page
+        del drafts[sequence.limit - 1 - sequence.computed :]
+        needed = self._pages(sequence.computed + len(drafts)) - len(sequence.pages)
+        more = self.pool.take(max(needed, 0))
+        if more is None:
+            del drafts[len(sequence.pages) * size - sequence.computed :]
+        else:
+            sequence.pages += more
 
     def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
@@ -325,7 +349,7 @@ class Scheduler:
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.sampled = -1, [], False
+        sequence.slot, sequence.pages, sequence.sampled, sequence.drafts = -1, [], False, []
         sequence.computed = sequence.published = sequence.passed = 0
 
     def _leave_windows(self) -> None:
