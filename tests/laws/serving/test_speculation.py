@@ -1,59 +1,22 @@
-"""Law: guesses of an engine change when tokens come, not which ones, nor their log-probabilities."""
+"""Law: guesses change when tokens come, not which ones, nor their log-probabilities."""
 
 import functools
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import NamedSharding
 
-from mjax.config.schema.keys import nested
-from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
 from mjax.infer.drafts import RepeatedText
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.scheduler import Limits, Scheduler
-from mjax.models import build, split
-from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.rules import param_partitions
+from mjax.infer.scheduling.scheduler import Scheduler
+from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
 from tests.marks import quick, slow
 
-VOCAB, DRAFTS, NEW, PAGE = 96, 3, 40, 16
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "attention.num_attention_heads": 4,
-    "attention.num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 128,
-}
-KINDS = {
-    "keys and values": {"position_embedding": "learned"},
-    "windows": {"layer_pattern": "L", "attention.sliding_window": 20},
-    "latent": {
-        "layer_pattern": "A",
-        "attention.num_key_value_heads": 4,
-        "mla.q_lora_rank": 24,
-        "mla.kv_lora_rank": 12,
-        "mla.qk_nope_head_dim": 8,
-        "mla.qk_rope_head_dim": 4,
-        "mla.v_head_dim": 6,
-    },
-    "experts": {
-        "layer_pattern": "GE",
-        "moe.num_experts": 4,
-        "moe.num_experts_per_tok": 2,
-        "moe.moe_intermediate_size": 16,
-    },
-}
+DRAFTS, NEW, PAGE = 3, 40, 16
 
 
 class Guesses:
@@ -73,23 +36,14 @@ def no_guesses(monkeypatch):
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: []))
 
 
-def make_engine(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Engine:
-    cfg = ModelConfig(**nested({**SMALL, **KINDS[kind]}))
-    definition, params = split(build(cfg, nnx.Rngs(0)))
-    if mesh:
-        devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-        made = make_mesh(MeshConfig(**mesh), devices)
-        places = param_partitions(definition.specs, parallel_of(made))
-        params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(made, s)), params, places)
-    given = {"limits": Limits(rows=2, chunk=32, length=128), "pages": 40, "drafts": DRAFTS}
-    given |= {"dtype": "float32", "drafter": Guesses} | options
-    return Engine(definition, params, cfg, **given)
+def drafting(kind: str, mesh: Mapping[str, int] | None = None) -> Engine:
+    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses)
 
 
 @functools.cache
 def engine(kind: str) -> Engine:
     """An engine that keeps its programs from test to test."""
-    return make_engine(kind)
+    return drafting(kind)
 
 
 def emptied(given: Engine, pages: int = 40) -> Engine:
@@ -100,14 +54,6 @@ def emptied(given: Engine, pages: int = 40) -> Engine:
         given.lanes[number] = Scheduler(given.limits, pool, lane.window)
     given.verified = given.accepted = 0
     return given
-
-
-def served(given: Engine, asks: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Request]:
-    requests = [given.add(prompt, params) for prompt, params in asks]
-    while given.has_work:
-        given.step()
-    assert all(lane.pool.used == 0 for lane in given.lanes)
-    return requests
 
 
 def asks() -> list[tuple[list[int], SamplingParams]]:
@@ -147,7 +93,7 @@ def assert_same(one: Sequence[Request], other: Sequence[Request]) -> None:
             assert mine == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, 0))
+@pytest.mark.parametrize("kind", quick(("keys and values", "windows", "latent", "experts"), 0))
 def test_tokens_are_those_without_drafts(kind, monkeypatch):
     given = engine(kind)
     plain = served(emptied(given), asks())
@@ -170,11 +116,9 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
 @slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}])
 def test_lanes_and_cut_heads_verify_as_one_device_does(mesh, monkeypatch):
-    sizes = {"attention.num_key_value_heads": 4, "vocab_multiple": 4}
-    monkeypatch.setitem(KINDS, "cut", sizes)
-    plain = served(engine("cut"), asks())
+    plain = served(engine("cut over tp"), asks())
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 0)))
-    given = make_engine("cut", mesh)
+    given = drafting("cut over tp", mesh)
     assert_same(plain, served(given, asks()))
     assert given.accepted > 20
 
@@ -211,9 +155,6 @@ def test_an_end_among_right_drafts_ends_the_text(monkeypatch):
     assert request.output.outputs[0].finish_reason == "stop"
 
 
-def test_models_with_states_refuse_drafts(monkeypatch):
-    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 8, "state_size": 6, "chunk_size": 8}
-    sizes = {f"mamba.{name}": size for name, size in mamba.items()}
-    monkeypatch.setitem(KINDS, "mamba", {"layer_pattern": "M", **sizes})
+def test_models_with_states_refuse_drafts():
     with pytest.raises(UserError, match="drafts=3: .* recurrent"):
-        make_engine("mamba")
+        drafting("mamba")
