@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
     parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
+    parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parse_with_config(parser, argv)
     if args.config is None and not args.overrides:
@@ -67,6 +68,7 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
         dtype=args.dtype,
         limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
         cache_dtype=args.cache_dtype,
+        weight_dtype=args.weight_dtype,
         donate=True,
         drafts=args.drafts,
     )
@@ -100,18 +102,7 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
     }
 
 
-_CASE = (
-    "requests",
-    "prompt",
-    "new",
-    "rows",
-    "chunk",
-    "rate",
-    "shared",
-    "drafts",
-    "repeat",
-    "cache_dtype",
-)
+_CASE = "requests prompt new rows chunk rate shared drafts repeat cache_dtype weight_dtype".split()
 
 
 def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:

@@ -27,7 +27,14 @@ from mjax.infer.cache import require_decoder
 from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, StepTokens, fitting_pages
+from mjax.infer.programs import (
+    CHUNKS,
+    EnginePrograms,
+    PoolSizes,
+    StepState,
+    StepTokens,
+    fitting_pages,
+)
 from mjax.infer.records import (
     Records,
     Request,
@@ -37,10 +44,10 @@ from mjax.infer.records import (
     flat_ids,
     holding,
     kept_places,
-    likeliest,
     powers_of_two,
     read_scores,
     rules_of,
+    shown_tokens,
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
@@ -48,7 +55,7 @@ from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import take_apart
+from mjax.infer.weights import form_of, take_apart
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
@@ -94,6 +101,7 @@ class Engine:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pages: int | None = None,
         cache_dtype: str | None = None,
+        weight_dtype: str | None = None,
         cache_prefixes: bool = True,
         donate: bool = False,
         drafts: int = 0,
@@ -104,6 +112,7 @@ class Engine:
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3, but for experts.
         donate: frees `params` while they are copied.
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
             between steps; it pays where few texts repeat themselves much.
@@ -121,12 +130,14 @@ class Engine:
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
-        self._params = take_apart(definition.specs, params, self._dtype, donate)
+        self._form = form_of(weight_dtype, definition.specs)
+        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
         self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         self._chunks = 1 if limits.prefill_alone else CHUNKS
         width = -(-(limits.length + drafts) // PAGE)
         sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8", drafts)
-        self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
+        of_model = definition, cfg, mesh_of(params), self._dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
             pages = fitting_pages(self.programs, self._params, largest)
@@ -138,13 +149,13 @@ class Engine:
             for _ in range(lanes)
         ]
         self._records = Records(lanes, limits, width)
-        self._state = self.programs.empty()
+        self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
-        self.version, self._paused = 0, False
+        self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
         self._drafts, self._drafter = drafts, drafter
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
@@ -245,7 +256,8 @@ class Engine:
         """
         found = self._read(all_but=0)
         self._params = None  # memory for one copy is enough
-        self._params = take_apart(self._definition.specs, params, self._dtype, donate)
+        specs = self._definition.specs
+        self._params = take_apart(specs, params, self._dtype, donate, self._form)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
@@ -257,17 +269,19 @@ class Engine:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._state = None
+        self._state, self._sleeps = None, True
         for lane in self.lanes:
             lane.pool.forget()
 
     def wake(self) -> None:
-        """Take memory for caches again after `sleep`."""
-        if self._state is None:
-            self._state = self.programs.empty()
+        """Take requests again after `sleep`."""
+        self._sleeps = False
 
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
-        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+        """Compile the programs of all sizes for these kinds of draws; returns their number.
+
+        The compiler tries kernels in memory that the caches take with the first request.
+        """
         rows, tokens = self._sizes
         inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
         if self._drafts:
@@ -314,6 +328,8 @@ class Engine:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
+        if self._state is None:
+            self._state = self.programs.empty()
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
         if draws.penalties:
@@ -339,9 +355,10 @@ class Engine:
         """The compiled program for inputs of these shapes."""
         arrays = *given, records, *vars(rules).values()
         shapes = [None if x is None else x.shape for x in arrays]
-        key = *shapes, draws, self._state.counts is None
+        state = self.programs.abstract_state if self._state is None else self._state
+        key = *shapes, draws, state.counts is None
         if key not in self._compiled:
-            inputs = self._params, self._state, given, records, rules
+            inputs = self._params, state, given, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
@@ -387,7 +404,7 @@ class Engine:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
         self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
-        top = likeliest(drawn, place, sample.request.params.logprobs or 0)
+        top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
         if len(tokens.tokens) >= tokens.limit:
@@ -412,7 +429,7 @@ class Engine:
         """Raise `UserError` for a request that cannot be served."""
         if params.adapter is not None:
             raise UserError("SamplingParams: adapter is not built in the engine; leave it out")
-        if self._state is None:
+        if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")

@@ -41,6 +41,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_prefill_tokens: int = 2048,
         kv_cache_dtype: str | None = None,
+        quantization: str | None = None,
         enable_prefix_caching: bool = True,
     ):
         """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
@@ -51,6 +52,7 @@ class LLM:
         max_num_seqs: texts that are made at a time.
         max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
         kv_cache_dtype: fp8, or default the model's.
+        quantization: fp8 rounds the weights of layers as they are loaded; default: none.
         Raises `UserError` for what cannot be loaded or served.
         """
         have = len(jax.devices())
@@ -81,6 +83,7 @@ class LLM:
                 length=max_model_len or loaded.cfg.max_position_embeddings,
             ),
             cache_dtype=kv_cache_dtype,
+            weight_dtype=quantization,
             cache_prefixes=enable_prefix_caching,
             donate=True,
         )

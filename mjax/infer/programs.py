@@ -35,7 +35,7 @@ from mjax.infer.sample import (
     scored,
     verify,
 )
-from mjax.infer.weights import partitions_apart
+from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
@@ -179,6 +179,7 @@ class EnginePrograms:
     mesh: Mesh | None
     dtype: jnp.dtype
     sizes: PoolSizes
+    form: Form | None = None  # of matmul weights, if they are rounded
 
     @functools.cached_property
     def parallel(self) -> Parallel:
@@ -217,8 +218,7 @@ class EnginePrograms:
 
     def lowered(self, params: dict, tokens: int | None, rows: int) -> jax.stages.Lowered:
         """A greedy step before it is compiled: of prefill of `tokens`, or of decoding."""
-        state = jax.eval_shape(self._empty)
-        rows_here = self.lanes * rows
+        state, rows_here = self.abstract_state, self.lanes * rows
         if tokens is not None:
             given = StepTokens(np.zeros((self.lanes, tokens), np.int32))
         elif self.sizes.drafts:
@@ -228,6 +228,18 @@ class EnginePrograms:
         width = record_dtype(self.sizes.width).itemsize // 4
         records = np.zeros((rows_here, width), np.int32)
         return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
+
+    @functools.cached_property
+    def abstract_state(self) -> StepState:
+        """The state without rows, as shapes with their shardings."""
+        shapes, shardings = jax.eval_shape(self._empty), self._shardings(self._states(False))
+        if shardings is None:
+            return shapes
+
+        def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, shapes, shardings)
 
     def _empty(self) -> StepState:
         def cache(spec: CacheSpec) -> jax.Array:
@@ -286,7 +298,7 @@ class EnginePrograms:
         if devices[0].platform == "cpu" and len(devices) > 1:
             function = in_program_order(function)
         states = self._states(state.counts is not None)
-        weights = partitions_apart(self.definition.specs, self.parallel)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
         partitions = weights, states, self.rows, self.rows, self.rows
         outputs = states, PartitionSpec(), PartitionSpec()
         return on_shards(function, self.mesh, partitions, outputs)(*inputs)

@@ -175,7 +175,7 @@ def kept_places(tokens: np.ndarray, drafts: np.ndarray | None, place: int) -> ra
     return range(first, first + 1 + int(np.cumprod(is_right).sum()))
 
 
-def likeliest(found: Drawn | Scored, place: int, count: int) -> dict[int, float]:
+def shown_tokens(found: Drawn | Scored, place: int, count: int) -> dict[int, float]:
     """Log-probabilities of the `count` likeliest tokens at a place, by id."""
     if not count:
         return {}
@@ -195,7 +195,7 @@ def read_scores(work: Sequence[Sequence[Work]], scores: Scored) -> None:
             for i in range(known):
                 token = prompt[first + i + 1]
                 own = {token: float(scores.logprob[place + i])}
-                output.prompt_logprobs[first + i + 1] = likeliest(scores, place + i, most) | own
+                output.prompt_logprobs[first + i + 1] = shown_tokens(scores, place + i, most) | own
             if first + count >= len(prompt):
                 sample.tokens.reads_prefix = True
             place += count

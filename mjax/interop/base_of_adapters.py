@@ -13,10 +13,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.checkpoint.base.source import arrays
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
+from mjax.interop.adapters_of_run import (
+    joined_trees,
+    only_adapters,
+    start_adapters,
+    without_adapters,
+)
 from mjax.interop.partial_load import Fit
 from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import beside, codes_of, is_magnitude, round_weight, wide_spec
-from mjax.models.base.adapted import joined_trees, only_adapters, part_path, start_adapters
+from mjax.models.base.adapted import part_path
 
 Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
@@ -67,14 +73,25 @@ def _read_one(found: Fit, path: Path, places: dict, specs: dict, cfg: Config) ->
     return adapter | jax.block_until_ready(rounded)
 
 
-def with_adapters(base: dict, in_nf4: Arrays, wanted: dict, specs: dict, cfg: Config) -> dict:
-    """Canonical parameters of a run from its base outside NF4 and what `read_nf4` found."""
+def whole_base(base: dict, in_nf4: Arrays, specs: dict, cfg: Config) -> tuple[dict, Arrays]:
+    """(canonical parameters of a base, the adapters that took their principal parts, by path).
+
+    `base` are those outside NF4, `in_nf4` is what `read_nf4` found.
+    """
     plain, taken = flatten_dict(base), {}
     for path in plain:
         plain[path], adapter = _principal_part(plain[path], path, specs, cfg)
         taken |= adapter
-    base = joined_trees(unflatten_dict(plain), unflatten_dict(in_nf4))
-    taken |= flatten_dict(only_adapters(base))
+    joined = joined_trees(unflatten_dict(plain), unflatten_dict(in_nf4))
+    taken |= flatten_dict(only_adapters(joined))
+    return without_adapters(joined), taken
+
+
+def with_adapters(base: dict, taken: Arrays, wanted: dict, specs: dict, cfg: Config) -> dict:
+    """A base with the adapters that a run begins with: those of `whole_base`, and new ones.
+
+    `wanted` are canonical shapes with shardings of the parameters, which `specs` declare.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, only_adapters(wanted))
     start = functools.partial(
         start_adapters,

@@ -1,5 +1,6 @@
 """A step of decoding, compiled for an H200, reads weights and caches where they lie."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -45,7 +46,8 @@ def compiled_step(batch, sampling=Sampling()):  # noqa: B008 - frozen
     params = jax.tree.map(weight, definition.specs, is_leaf=is_spec)
     programs = DecodePrograms(definition, cfg, None, jnp.dtype("bfloat16"))
     ids, count = np.zeros((batch, 16), np.int32), np.full(batch, 16, np.int32)
-    settings, draws = settings_of([sampling] * batch), draws_of([sampling] * batch)
+    settings = settings_of([sampling] * batch)
+    draws = dataclasses.replace(draws_of([sampling] * batch), penalties=True)  # as `Generator`
     prefill = functools.partial(programs.prefill, draws=draws, length=SLOTS)
     seed = np.uint32(0)
     state, _ = jax.eval_shape(prefill, params, ids, count, settings, seed=seed)

@@ -1,10 +1,10 @@
-"""Decides which tokens the next step computes. Host only, a pure function of what was asked.
+"""Decides which tokens the next step computes, on the host.
 
 One rule covers prefill, decode and resumption, as in vLLM: a step moves `computed` of each sequence
 towards its known tokens, under one budget of tokens. Running sequences come first. The pages of a
-whole prompt are reserved at admission, so only decode can run short of pages. Then the sequence of
-the worst priority, of these the last admitted, is preempted: it loses its pages and waits again,
-and its outputs are computed as part of its prompt (mostly found in the prefix cache).
+whole prompt are reserved at admission, so only decode can run short of pages. Then a sequence is
+preempted, the last admitted of the worst priority. It loses its pages and waits again; later its
+outputs are computed like a part of the prompt, unless the prefix cache still has them.
 
 The host runs ahead: it plans a step before it has read the tokens of the step before. `computed`
 and `flying` count what is launched, `tokens` what is read.
@@ -73,14 +73,14 @@ class Sequence:
     - flying: samples of launched programs that the host has not read.
     - pages: page numbers, in order. Pages that have left the window are the null page.
     - slot: row of the device's table while it runs, else -1.
-    - hits: tokens that its first admission found in the cache.
+    - hits: tokens that were cached at its first admission.
     - sampled: True if its last token is in the device's table.
     - admissions: how often it was admitted; all but the first follow a preemption.
     - arrival: its place among all sequences, -1 before `add`.
     - queued: True while it waits.
     - hashes: of its full pages. The first `published` of them are known to the pool.
     - passed: pages that have left the window.
-    - generation: generation of the weights that its first pages were computed with.
+    - generation: `PagePool.generation` at its admission.
     """
 
     id: int
@@ -132,13 +132,13 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """Work of one step. Sequences change in the next plan, so arrays are built from it at once.
+    """Work of one step. The engine builds its arrays at once, as the next call changes sequences.
 
     - decode: sequences that get one token each, at position `computed - 1`, and their drafts.
     - chunks: parts of prompts.
     - preempted: sequences that have lost their pages.
-    - drain: nothing is planned until the engine has read all samples in flight and has finished
-      what ended.
+    - drain: True if no token is planned until the engine has read all results in flight and has
+      finished the sequences that they end.
     """
 
     decode: list[Sequence] = field(default_factory=list)
@@ -232,23 +232,23 @@ class Scheduler:
     # Parts of a plan
 
     def _decode(self, plan: Plan) -> bool:
-        """Plans one token for each row that has its last one on the device, False: drain first.
+        """Plans one token for each row whose last one is on the device; False: drain first.
 
-        Preempts others until each row has its page. A sequence alone always has: see `add`.
+        Preempts sequences until each row has its page. A sequence alone always has (`add`). Rows
+        are never more than a step's tokens, as each drew its first one in a step with the others.
         """
         while True:
             running = self.running.values()
             rows = [s for s in running if s.sampled and not s.is_launched]
             rows = [s for s in rows if not (s.waits and s.flying)]
-            del rows[self.limits.tokens :]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
                 break
-            victims = [s for s in reversed(running) if not s.is_launched]
-            if len(victims) == 1 or any(s.flying for s in running):
+            if any(s.flying for s in running):
                 return False
-            victim = max(victims, key=lambda s: s.priority)  # the first, so the last admitted
+            # The first of equals wins: in this order the one admitted last.
+            victim = max(reversed(running), key=lambda s: s.priority)
             self._stop(victim)
             self._enqueue(victim)
             plan.preempted.append(victim)
@@ -289,8 +289,8 @@ class Scheduler:
     def _admit(self, plan: Plan, room: int) -> None:
         """Starts waiting sequences in order, up to the first that finds no slot or no pages.
 
-        A sequence whose next page is in a chunk of this step waits for it and does not stop
-        others. It does so for as long as the chunks of one sequence go along its own prompt.
+        A sequence is passed over while a chunk of this step computes a page of its own prompt,
+        which it will find in the cache. Slots are kept for sequences passed over.
 
         A page stays free for each sequence that may need another one. Without this reserve the
         next steps would preempt the newcomer, at the price of its whole prompt.
@@ -321,7 +321,7 @@ class Scheduler:
         return [h for h in chunk.sequence.hashes[number : number + 1] if h not in self.pool]
 
     def _start(self, sequence: Sequence, hashes: list[bytes], reserve: int) -> bool:
-        """Gives a waiting sequence a slot and the pages of all its tokens, False: they are short.
+        """Gives a waiting sequence a slot and pages for all its tokens; False: pages are short.
 
         - hashes: of the pages that it may share.
         - reserve: pages that others may need in the next steps.
@@ -417,7 +417,7 @@ class Scheduler:
             )
 
     def _check_queue(self, sequence: Sequence) -> None:
-        """Check that the queue has room; an empty one takes a sequence of any size."""
+        """Refuses what the queue has no room for; an empty one takes a sequence of any size."""
         waiting, limits = len(self._queue), self.limits
         if limits.queued is not None and waiting >= limits.queued:
             raise QueueFull(f"{waiting} requests wait already: send it again later")

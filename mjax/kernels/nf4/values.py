@@ -113,6 +113,14 @@ class Nf4:
         shape = self.codes.shape
         return (*shape[:last], 2 * shape[last], *shape[last + 1 :])
 
+    def dequantized(self, dtype: jnp.dtype) -> jax.Array:
+        """The weight as an array in `dtype`."""
+        return dequantize(self, dtype)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The product with x [M, K] -> [M, N] in x's dtype."""
+        return nf4_matmul(x, self)
+
 
 # ---- rounding ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
     One in NF4 is read in `dtype`.
     """
-    value = read(w.value, dtype) if w.in_nf4 else w.value
+    value = read(w.value, dtype) if w.is_coded else w.value
     return value.reshape(*w.value.shape[:2], -1)
 
 
@@ -29,7 +29,7 @@ def weight_cotangent(
     x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
     """
     total = w.grad_sum
-    if w.in_nf4:
+    if w.is_coded:
         return None
     if total is None:
         product = grouped_weight_gradient(x, g, sizes, None, kernel)

@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, Sequence
 from tests.marks import slow
-from tests.unit.infer.engine.toy import END, Toy, sample
+from tests.unit.infer.scheduling.toy import END, Toy, sample
 
 PAGE = 4
 
@@ -40,7 +40,7 @@ class Operations:
         sequence = Sequence(
             id=self.count,
             tokens=prompt_of(draw(0, 2), length),
-            limit=length + draw(0, draw(1, 30)),
+            limit=length + draw(0, draw(4, 30)),
             priority=draw(0, 2),
             salt=(("salt", draw(0, 1)),),
             reads_prefix=draw(0, 4) > 0,
@@ -68,13 +68,13 @@ class Operations:
             self.toy.abort(sequences[-1 - self.draw(0, min(len(sequences), 12) - 1)])
 
     def forget(self) -> None:
-        self.toy.pool.forget()
+        self.toy.forget()
 
 
 def random_engine(draw) -> Toy:
     return build(
-        pages=draw(2, draw(2, 50)),
-        page=draw(1, 4),
+        pages=draw(2, draw(12, 50)),
+        page=draw(1, draw(1, 4)),
         window=draw(1, 9) if draw(0, 1) else None,
         cache_prefixes=draw(0, 4) > 0,
         rows=draw(1, 9),
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -142,7 +142,7 @@ TestMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=slow)])
+@pytest.mark.parametrize("operations", [12_000, pytest.param(100_000, marks=slow)])
 def test_random_operations_keep_every_law(operations):
     """Each token reads its own history, each sequence ends, pages are counted (`Toy`)."""
     source = random.Random(operations)
@@ -159,7 +159,7 @@ def test_random_operations_keep_every_law(operations):
         toy.finish()
         preemptions += toy.preemptions
         hits += sum(sequence.hits for sequence in toy.clients)
-    assert preemptions > operations / 400 and hits > operations / 20
+    assert preemptions > operations / 500 and hits > operations / 20
 
 
 def add(toy: Toy, tokens, new=4, **fields) -> Sequence:
@@ -253,17 +253,29 @@ def test_prompt_log_probabilities_compute_every_token():
     toy.finish()
 
 
+def test_a_second_turn_finds_the_outputs_of_the_first():
+    toy = build()
+    first = add(toy, prompt_without_end(9), 9)
+    toy.finish()
+    second = add(toy, [*first.tokens, 7, 7])
+    step(toy)
+    assert second.hits == 3 * PAGE < len(first.tokens) == 14
+    toy.finish()
+
+
 def test_new_weights_find_no_page_of_the_old_ones():
-    """Neither do they find pages that a sequence from before the change fills after it."""
+    """A sequence from before the change goes on, but shares no page any more."""
     toy = build(rows=2)
-    old = add(toy, prompt_without_end(9), 9)
+    old = add(toy, prompt_without_end(15), 15)
     step(toy)
-    toy.pool.forget()
-    for _ in range(5):
+    toy.forget()
+    new = add(toy, old.tokens[:5], 0)
+    while len(old.tokens) < 15:
         step(toy)
-    new = add(toy, old.tokens, 0)
+    assert new.hits == 0
+    last = add(toy, old.tokens, 0)
     step(toy)
-    assert len(old.tokens) > 2 * PAGE and new.hits == 0
+    assert last.hits == PAGE and old.slot >= 0
     toy.finish()
 
 
@@ -366,6 +378,7 @@ def preempted_engine():
         drains += plan.drain
         if plan.preempted:
             assert drains == 1 and not any(before.values())
+            assert [sequence.id for sequence in plan.preempted] == [1]  # the one admitted last
             return toy, plan.preempted[0]
         while len(toy.in_flight) > 2:  # the host reads a step late
             toy.read()
