@@ -106,6 +106,7 @@ class Engine:
         donate: bool = False,
         drafts: int = 0,
         drafter: Callable[[], Drafter] = RepeatedText,
+        adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
@@ -117,6 +118,7 @@ class Engine:
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
             between steps; it pays where few texts repeat themselves much.
         drafter: makes what guesses the tokens of one sample.
+        adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
         require_decoder(cfg)
@@ -158,6 +160,7 @@ class Engine:
         self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
         self._drafts, self._drafter = drafts, drafter
+        self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
     # ---- requests --------------------------------------------------------------------------------
@@ -184,7 +187,8 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.output.prompt_logprobs = [None] * len(prompt)
         most = params.max_tokens or self.limits.length - len(prompt)
-        salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
+        salts = {"salt": params.cache_salt, "adapter": params.adapter}
+        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
@@ -196,6 +200,7 @@ class Engine:
             draws = draws_of([params.sampling], top)
             sample = Sample(request, answer, tokens, seed, draws, lane)
             sample.drafter = self._drafter() if self._drafts else None
+            sample.adapter = self.adapters.get(params.adapter, 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
@@ -427,8 +432,11 @@ class Engine:
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         """Raise `UserError` for a request that cannot be served."""
-        if params.adapter is not None:
-            raise UserError("SamplingParams: adapter is not built in the engine; leave it out")
+        if params.adapter is not None and params.adapter not in self.adapters:
+            have = ", ".join(self.adapters) or "none"
+            raise UserError(
+                f"SamplingParams: adapter={params.adapter} is not among those of the engine: {have}"
+            )
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if request_id in self.requests:

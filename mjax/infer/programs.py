@@ -39,8 +39,9 @@ from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.models.base.adapted import has_slots
 from mjax.models.base.branch import CacheSpec, branch_class
-from mjax.models.base.context import Context, PagedTokens, tokens_of
+from mjax.models.base.context import Context, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
 from mjax.models.recurrent.recurrent_mixer import RecurrentCache, SlotStates
 from mjax.models.runtime.run import Caches
@@ -59,11 +60,13 @@ def record_dtype(width: int) -> np.dtype:
 
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
+    adapter: the slot of its adapter where the model has several, else 0.
     seed, index: of its noise. Settings of `Sampling`, by name.
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    numbers = [(name, "<i4") for name in ("length", "count", "slot", "samples", "index")]
+    names = "length", "count", "slot", "samples", "index", "adapter"
+    numbers = [(name, "<i4") for name in names]
     return np.dtype([*numbers, ("seed", "<u4"), *settings, ("table", "<i4", (width,))])
 
 
@@ -308,11 +311,9 @@ class EnginePrograms:
     ):
         model = self.definition.bind(params, self.parallel)
         row = unpacked(records, record_dtype(self.sizes.width))
-        ids, new, positions = self._tokens(state, tokens, row)
-        info = tokens_of(ids.shape, positions, jnp.ones_like(ids))
-        x, _, caches = model.extend(
-            ids, replace(info, new=new), Context(self.parallel), state.caches, {}
-        )
+        ids, info = self._tokens(state, tokens, row)
+        x, _, caches = model.extend(ids, info, Context(self.parallel), state.caches, {})
+        new = info.new
         x, scores = x.reshape(-1, x.shape[-1]), None
         if tokens.labels is not None:
             scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)
@@ -348,8 +349,8 @@ class EnginePrograms:
 
     def _tokens(
         self, state: StepState, tokens: StepTokens, row: dict[str, jax.Array]
-    ) -> tuple[jax.Array, PagedTokens, jax.Array]:
-        """The ids of a step, [R, each] or [1, T], their places in caches, and their positions.
+    ) -> tuple[jax.Array, Tokens]:
+        """The ids of a step, [R, each] or [1, T], and facts about them.
 
         A row has all its places for drafts. Those beyond its pages are in the null page.
         """
@@ -370,7 +371,11 @@ class EnginePrograms:
         of_token, position = tokens_of_rows(rows, ids.size)
         pages, places = places_of_tokens(rows, of_token, position, PAGE)
         new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        return ids, new, jnp.maximum(position, 0).reshape(ids.shape)
+        positions = jnp.maximum(position, 0).reshape(ids.shape)
+        info = replace(tokens_of(ids.shape, positions, jnp.ones_like(ids)), new=new)
+        if has_slots(self.definition.specs):
+            info = replace(info, adapters=row["adapter"][of_token].reshape(ids.shape))
+        return ids, info
 
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
         """The rows of `draw`, of each record `each` one after the other."""

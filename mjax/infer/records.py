@@ -35,7 +35,7 @@ class Sample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     slot: of the record that was filled for it, -1 before. table: (pages, null pages among them)
     that the record has. counted: the admission after which its tokens were counted for penalties.
-    drafter: guesses its next tokens, or None.
+    drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
     """
 
     request: Request
@@ -48,6 +48,7 @@ class Sample:
     table: tuple[int, int] = (0, 0)
     counted: int = 0
     drafter: Drafter | None = None
+    adapter: int = 0
 
     @property
     def may_draft(self) -> bool:
@@ -119,7 +120,8 @@ class Records:
         if sample.slot != tokens.slot:
             sample.slot, sample.table = tokens.slot, (0, 0)
             settings = vars(sample.answer.params.sampling)
-            settings = settings | {"seed": sample.seed, "index": sample.answer.output.index}
+            own = {"seed": sample.seed, "index": sample.answer.output.index}
+            settings = settings | own | {"adapter": sample.adapter}
             for name, value in settings.items():
                 lane[name][tokens.slot] = value
             lane["table"][tokens.slot] = 0

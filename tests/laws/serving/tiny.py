@@ -15,7 +15,7 @@ from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.pretrained import Pretrained
-from mjax.models import build, split
+from mjax.models import build, definition_of, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
 
@@ -61,8 +61,8 @@ KINDS = {
 
 def tiny_model(kind: str, **sizes: object) -> Pretrained:
     cfg = ModelConfig(**nested({**SMALL, **KINDS[kind], **sizes}))
-    definition, params = split(build(cfg, nnx.Rngs(0)))
-    return Pretrained(cfg, definition, params, None, None)
+    _, params = split(build(cfg, nnx.Rngs(0)))
+    return Pretrained(cfg, definition_of(cfg), params, None, None)
 
 
 def tiny_engine(model: Pretrained, mesh: Mapping[str, int] | None = None, **options) -> Engine:
