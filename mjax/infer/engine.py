@@ -10,7 +10,7 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,8 +23,6 @@ from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.cache import require_decoder
-from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
 from mjax.infer.records import (
@@ -43,7 +41,8 @@ from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import take_apart
+from mjax.infer.weights import mesh_of, take_apart
+from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
@@ -83,6 +82,7 @@ class Engine:
         pages: int | None = None,
         cache_dtype: str | None = None,
         cache_prefixes: bool = True,
+        fixed_rows: bool = False,
         donate: bool = False,
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
@@ -90,19 +90,22 @@ class Engine:
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+        fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
         donate: frees `params` while they are copied.
         Raises `UserError` for a model that the engine does not serve.
         """
-        require_decoder(cfg)
+        require_generator(cfg)
         if cache_dtype not in (None, "fp8"):
             raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._params = take_apart(definition.specs, params, self._dtype, donate)
-        self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
-        self._chunks = 1 if limits.prefill_alone else CHUNKS
+        rows = powers_of_two(1, limits.rows)
+        self._sizes = rows[-1:] if fixed_rows else rows, powers_of_two(16, limits.chunk)
+        self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
         width = -(-limits.length // PAGE)
+        self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
         self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
         if pages is None:
@@ -132,12 +135,15 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
+        items: Mapping[str, Item] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
         """Put a request into the queue; its output grows with each `step`.
 
-        text: of the prompt.
+        items: what stands in the places of its tokens, those of an item in order, by modality.
+            "vision": images fp32 [I, H, W, C] or `Tiled`; "audio": log-mel frames [I, F, M].
+        text: of the prompt, which an encoder reads if the model has one.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
@@ -145,14 +151,16 @@ class Engine:
         prompt = list(map(int, prompt))
         self._check(request_id, prompt, params)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
-        request = Request(RequestOutput(request_id, text, prompt, []), params)
-        most = params.max_tokens or self.limits.length - len(prompt)
+        inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
+        begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
+        request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
+        most = params.max_tokens or self.limits.length - len(begin)
         salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
-            tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
-            tokens.waits = answer.waits
+            tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
+            tokens.waits, tokens.whole = answer.waits, inputs is not None
             seed = (number if params.seed is None else params.seed) % 2**32
             draws = draws_of([params.sampling], _TOP if params.logprobs else 0)
             request.samples.append(Sample(request, answer, tokens, seed, draws, lane))
@@ -188,9 +196,15 @@ class Engine:
             prefill.append(chunks)
         if any(decode):
             self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
+        for lane, chunks in enumerate(prefill):
+            if chunks and chunks[0].sample.tokens.whole:
+                alone = [chunks if number == lane else [] for number in range(len(prefill))]
+                ids = flat_ids(alone, self._whole_sizes)
+                self._launch(alone, 1, ids, self._inputs(chunks[0].sample))
+                prefill[lane] = []
         while any(prefill):
-            self.prefills += 1
-            self._launch([chunks[: self._chunks] for chunks in prefill], None)
+            part = [chunks[: self._chunks] for chunks in prefill]
+            self._launch(part, self._chunks, flat_ids(part, self._sizes[1]))
             prefill = [chunks[self._chunks :] for chunks in prefill]
         return found + self._read(all_but=len(self._flying) - before)
 
@@ -219,13 +233,18 @@ class Engine:
             lane.pool.forget()
         return found
 
-    def sleep(self) -> None:
-        """Free the caches. Raises `UserError` while requests run."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the caches. Raises `UserError` while requests run.
+
+        weights: lets go of them, too; `update_weights` gives others.
+        """
         if self.has_work:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
         self._state = None
+        if weights:
+            self._params = None
         for lane in self.lanes:
             lane.pool.forget()
 
@@ -259,10 +278,20 @@ class Engine:
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
-    def _launch(self, work: list[list[Work]], rows: int | None) -> None:
-        """Launch a program for the work of all lanes: of decoding `rows` rows, or of prefill."""
-        ids = None if rows else flat_ids(work, self._sizes[1])
-        rows = rows or self._chunks
+    def _inputs(self, sample: Sample) -> Mapping:
+        """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
+        lanes = len(self.lanes)
+        return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
+
+    def _launch(
+        self,
+        work: list[list[Work]],
+        rows: int,
+        ids: np.ndarray | None = None,
+        inputs: Mapping | None = None,
+    ) -> None:
+        """Launch a program for the work of all lanes: of prefill of `ids`, or of decoding."""
+        self.prefills += ids is not None
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
         samples: dict[int, Sample] = {}
@@ -275,21 +304,26 @@ class Engine:
         draws = united([sample.draws for sample in places if sample is not None])
         if draws.penalties:
             self._count(filter(None, places))
-        program = self._program(ids, records, rules, draws)
-        self._state, drawn = program(self._params, self._state, ids, records, rules)
+        program = self._program(ids, records, rules, draws, inputs)
+        self._state, drawn = program(self._params, self._state, ids, records, rules, inputs)
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         self._flying.append(Launched(drawn, samples, self.version))
 
     def _program(
-        self, ids: np.ndarray | None, records: np.ndarray, rules: RowRules, draws: Draws
+        self,
+        ids: np.ndarray | None,
+        records: np.ndarray,
+        rules: RowRules,
+        draws: Draws,
+        inputs: Mapping | None = None,
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
-        shapes = [None if x is None else x.shape for x in (ids, records, *vars(rules).values())]
-        key = *shapes, draws, self._state.counts is None
+        given, tree = jax.tree.flatten((ids, records, rules, inputs))
+        key = *(array.shape for array in given), tree, draws, self._state.counts is None
         if key not in self._compiled:
-            inputs = self._params, self._state, ids, records, rules
-            self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
+            given = self._params, self._state, ids, records, rules, inputs
+            self._compiled[key] = self.programs.step.lower(*given, draws=draws).compile()
         return self._compiled[key]
 
     def _count(self, samples: Iterable[Sample]) -> None:
@@ -304,7 +338,7 @@ class Engine:
             size = holding(powers_of_two(16, self.limits.length), len(tokens.tokens))
             ids = np.full(size, -1, np.int32)
             ids[: len(tokens.tokens)] = tokens.tokens
-            is_output = np.arange(size) >= len(sample.request.output.prompt_token_ids)
+            is_output = np.arange(size) >= sample.request.given
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
@@ -365,7 +399,7 @@ class Engine:
                 f"a prompt of {len(prompt)} tokens: give one or more ids in [0, "
                 f"{self.cfg.vocab_size}), by the tokenizer that the model was trained with"
             )
-        if len(prompt) >= self.limits.length:
+        if len(prompt) >= self.limits.length + self.cfg.architecture.reads_target:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
                 f"{self.limits.length}, the longest text here; shorten it"

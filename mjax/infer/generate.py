@@ -42,7 +42,7 @@ from mjax.infer.sample import (
     settings_of,
 )
 from mjax.infer.text import TextStream
-from mjax.infer.weights import partitions_apart, take_apart
+from mjax.infer.weights import mesh_of, partitions_apart, take_apart
 from mjax.models.base.inputs import Prompt
 from mjax.models.base.params import Definition
 from mjax.models.towers.tiles import PADDING, Tiled
@@ -347,9 +347,3 @@ def padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, n
 def bucket(n: int) -> int:
     """The power of two, at least 16, that holds `n`."""
     return max(_SMALLEST, 1 << (n - 1).bit_length())
-
-
-def mesh_of(params: dict) -> Mesh | None:
-    """The mesh that parameters are sharded over; None on a single device."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None

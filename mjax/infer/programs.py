@@ -10,7 +10,7 @@ own. Invariant: what a row gives depends on its record and its pages alone.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -26,9 +26,11 @@ from mjax.infer.sample import Counts, Drawn, DrawRows, Draws, RowRules, Sampling
 from mjax.infer.weights import partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
+from mjax.models.attention.cross import SourceKeysValues
 from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.models.attention.slots import SlotKeysValues, SlotSources
 from mjax.models.base.branch import CacheSpec, branch_class
-from mjax.models.base.context import Context, PagedTokens, tokens_of
+from mjax.models.base.context import Context, Kernels, PagedTokens, tokens_of
 from mjax.models.base.params import Definition
 from mjax.models.recurrent.recurrent_mixer import RecurrentCache, SlotStates
 from mjax.models.runtime.run import Caches
@@ -93,14 +95,19 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
         for word in branches_of(kind):
             of_layer, module = cfg.of_layer(kind), branch_class(word)
             found = module.cache(of_layer, sizes.pages, PAGE, tp)
+            by_slot = of_layer, sizes.rows + 1, sizes.width * PAGE, tp
             match found:
+                case SourceKeysValues():
+                    found = SlotSources(*module.cache(*by_slot))
+                case KeysValues() if cfg.position_embedding == "relative":
+                    found = SlotKeysValues(*module.cache(*by_slot))
                 case KeysValues():
                     found = PagedKeysValues(*found)
                     found = found.in_8_bits() if sizes.eight_bits else found
                 case Latents():
                     found = PagedLatents(*found)
                 case RecurrentCache():
-                    found = SlotStates(*module.cache(of_layer, sizes.rows + 1, PAGE, tp))
+                    found = SlotStates(*module.cache(*by_slot))
                 case None:
                     pass
                 case _:
@@ -126,6 +133,8 @@ def fitting_pages(
     if "bytes_limit" not in stats:
         return 2 + sizes.rows * -(-sizes.width // 4)
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
+    if one == two:  # all caches lie in slots
+        return 1 + sizes.rows * sizes.width
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
     for tokens, rows in largest:
@@ -218,10 +227,11 @@ class EnginePrograms:
 
     @functools.cached_property
     def step(self) -> Callable[..., tuple[StepState, Drawn]]:
-        """f(params, state, ids, records, rules, *, draws), which takes the state.
+        """f(params, state, ids, records, rules, inputs, *, draws), which takes the state.
 
         ids: int32 [lanes, T] of prefill, or None: each record is of a row with one new token.
         records: int32 [lanes * R, C], as `record_dtype` says.
+        inputs: what the model reads beside a prompt (`Decoder.extend`), [lanes, ..] each, or None.
         Returns the state and what was drawn for each record, for the host.
         """
         return jax.jit(self._step, static_argnames="draws", donate_argnames="state")
@@ -243,28 +253,41 @@ class EnginePrograms:
 
         return jax.jit(counted, donate_argnames="state")
 
-    def _step(self, params, state: StepState, ids, records, rules: RowRules, draws: Draws):
+    def _step(
+        self, params, state: StepState, ids, records, rules: RowRules, inputs=None, *, draws: Draws
+    ):
         function = functools.partial(self._on_lane, draws)
-        inputs = params, state, ids, records, rules
+        given = params, state, ids, records, rules, inputs
         if self.mesh is None:
-            return function(*inputs)
+            return function(*given)
         devices = self.mesh.devices.flat
         if devices[0].platform == "cpu" and len(devices) > 1:
             function = in_program_order(function)
         states = self._states(state.counts is not None)
         weights = partitions_apart(self.definition.specs, self.parallel)
-        partitions = weights, states, self.rows, self.rows, self.rows
+        partitions = weights, states, self.rows, self.rows, self.rows, self.rows
         outputs = states, PartitionSpec()
-        return on_shards(function, self.mesh, partitions, outputs)(*inputs)
+        return on_shards(function, self.mesh, partitions, outputs)(*given)
 
-    def _on_lane(self, draws: Draws, params, state: StepState, ids, records, rules: RowRules):
+    def _on_lane(
+        self,
+        draws: Draws,
+        params: dict,
+        state: StepState,
+        ids: jax.Array | None,
+        records: jax.Array,
+        rules: RowRules,
+        inputs: Mapping | None,
+    ) -> tuple[StepState, Drawn]:
         model = self.definition.bind(params, self.parallel)
         row = unpacked(records, record_dtype(self.sizes.width))
         ids, new, positions = self._tokens(state, ids, row)
         info = tokens_of(ids.shape, positions, jnp.ones_like(ids))
-        x, _, caches = model.extend(
-            ids, replace(info, new=new), Context(self.parallel), state.caches, {}
-        )
+        # Kernels of training have no mask for the keys of a source that lie in slots.
+        kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
+        ctx = Context(self.parallel, kernels=kernels)
+        info = replace(info, new=new)
+        x, _, caches = model.extend(ids, info, ctx, state.caches, inputs or {})
         x = x.reshape(-1, x.shape[-1])
         if new.each is None:
             x = x[jnp.maximum(new.rows.starts[1:] - 1, 0)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.models.runtime.stacks import split_rows
 from mjax.sharding.collectives import Parallel
@@ -39,6 +39,12 @@ def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def mesh_of(params: dict) -> Mesh | None:
+    """The mesh that parameters are sharded over; None on a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def partitions_apart(specs: dict, parallel: Parallel) -> dict:
