@@ -40,19 +40,21 @@ def small_engine(
     length = max(lengths) + new
     limits = Limits(here, here + chunk, chunk, length)
     pages = 1 + here * -(-length // PAGE)
-    return Engine(
-        definition, params, cfg, limits=limits, pages=pages, fixed_rows=True, **options
-    )
+    return Engine(definition, params, cfg, limits=limits, pages=pages, fixed_rows=True, **options)
 
 
 def completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     items: Mapping[str, Item] | None = None,
 ) -> list[CompletionOutput]:
-    """One sample of each prompt, all of them with the same `items`."""
-    rows = zip(prompts, of_batch(params, len(prompts)), strict=True)
+    """One sample of each prompt, all of them with the same `items`.
+
+    params: of each, or of all (`of_batch`).
+    """
+    each = of_batch(params, len(prompts)) if isinstance(params, SamplingParams) else params
+    rows = zip(prompts, each, strict=True)
     requests = [engine.add(ids, own, items=items) for ids, own in rows]
     while engine.has_work:
         engine.step()

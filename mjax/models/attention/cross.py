@@ -72,7 +72,10 @@ class CrossAttention(Attention):
 
     @jax.named_scope("cross_attention")
     def __call__(
-        self, x: jax.Array, inputs: BranchInputs, cache: SourceKeysValues | SlotSources | None = None
+        self,
+        x: jax.Array,
+        inputs: BranchInputs,
+        cache: SourceKeysValues | SlotSources | None = None,
     ) -> BranchOutput:
         cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
         (q,) = column(x, (weight_of(self.q),), ctx)
