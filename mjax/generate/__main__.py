@@ -21,6 +21,7 @@ from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
 from mjax.generate.options import add_model_arguments, image_scale, load_model
+from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ Prompt = str | list[dict]  # text, or the messages of a chat
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
-    Sampling(**settings)  # its mistakes should show before anything is loaded
+    most = args.max_new_tokens  # mistakes should show before anything is loaded
+    params = SamplingParams(max_tokens=most, seed=args.seed, stop=args.stop, **settings)
     prompts = read_prompts(args)
     import jax
 
     from mjax.data.multimodal.tiles import expanded
-    from mjax.infer.requests import SamplingParams
     from mjax.infer.small_engine import of_batch, small_engine
 
     model, dtype, tokenizer = load_model(args)
@@ -52,8 +53,6 @@ def main(argv: list[str] | None = None) -> None:
         ids = [expanded(row, model.cfg.vision.image_token_id, texts)[0] for row in ids]
     items = {name: item for name, item in given.items() if item is not None}
     items = jax.tree.map(lambda array: array[0], items)
-    most = args.max_new_tokens
-    params = SamplingParams(max_tokens=most, seed=args.seed, stop=args.stop, **settings)
     engine = small_engine(
         model.definition,
         model.params,
