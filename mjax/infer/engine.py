@@ -10,22 +10,19 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.cache import require_decoder
+from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
 from mjax.infer.drafts import Drafter, RepeatedText
-from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -55,7 +52,8 @@ from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import form_of, take_apart
+from mjax.infer.weights import form_of, mesh_of, take_apart
+from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
@@ -103,6 +101,7 @@ class Engine:
         cache_dtype: str | None = None,
         weight_dtype: str | None = None,
         cache_prefixes: bool = True,
+        fixed_rows: bool = False,
         donate: bool = False,
         drafts: int = 0,
         drafter: Callable[[], Drafter] = RepeatedText,
@@ -114,6 +113,7 @@ class Engine:
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
         weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3, but for experts.
+        fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
         donate: frees `params` while they are copied.
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
             between steps; it pays where few texts repeat themselves much.
@@ -121,22 +121,18 @@ class Engine:
         adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
-        require_decoder(cfg)
-        if drafts < 0 or (drafts and _is_recurrent(cfg)):
-            raise UserError(
-                f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "
-                "states do not go back before a wrong guess"
-            )
-        if cache_dtype not in (None, "fp8"):
-            raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
+        require_generator(cfg)
+        check_engine(cfg, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
-        self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
-        self._chunks = 1 if limits.prefill_alone else CHUNKS
+        rows = powers_of_two(1, limits.rows)
+        self._sizes = rows[-1:] if fixed_rows else rows, powers_of_two(16, limits.chunk)
+        self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
         width = -(-(limits.length + drafts) // PAGE)
+        self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8", drafts)
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
@@ -145,9 +141,10 @@ class Engine:
             pages = fitting_pages(self.programs, self._params, largest)
             sizes = sizes._replace(pages=pages)
             self.programs = self.programs.resized(sizes)
-        lanes, caches = self.programs.lanes, cache_prefixes and not _is_recurrent(cfg)
+        lanes, caches = self.programs.lanes, cache_prefixes and not keeps_states(cfg)
+        window = longest_window(cfg)
         self.lanes = [
-            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), _window(cfg))
+            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), window)
             for _ in range(lanes)
         ]
         self._records = Records(lanes, limits, width)
@@ -170,30 +167,39 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
+        items: Mapping[str, Item] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
         """Put a request into the queue; its output grows with each `step`.
 
-        text: of the prompt.
+        items: what stands in the places of its tokens, those of an item in order, by modality.
+            "vision": images fp32 [I, H, W, C] or `Tiled`; "audio": log-mel frames [I, F, M].
+        text: of the prompt, which an encoder reads if the model has one.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         prompt = list(map(int, prompt))
-        self._check(request_id, prompt, params)
+        if self._sleeps:
+            raise UserError("the engine sleeps; wake it before it gets requests")
+        if request_id in self.requests:
+            raise UserError(f"request {request_id} is running already; give another id")
+        check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
-        request = Request(RequestOutput(request_id, text, prompt, []), params)
+        inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
+        begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
+        request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
         if params.prompt_logprobs is not None:
             request.output.prompt_logprobs = [None] * len(prompt)
-        most = params.max_tokens or self.limits.length - len(prompt)
+        most = params.max_tokens or self.limits.length - len(begin)
         salts = {"salt": params.cache_salt, "adapter": params.adapter}
         salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
-            tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
-            tokens.waits = answer.waits
+            tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
+            tokens.waits, tokens.whole = answer.waits, inputs is not None
             tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
             top = _TOP if params.logprobs or params.prompt_logprobs else 0
@@ -234,10 +240,16 @@ class Engine:
             decode.append(tokens)
             prefill.append(chunks)
         if any(decode):
-            self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
+            rows = holding(self._sizes[0], max(map(len, decode)))
+            self._launch(decode, rows, StepTokens(drafts=drafts_of(decode, rows, self._drafts)))
+        for lane, chunks in enumerate(prefill):
+            if chunks and chunks[0].sample.tokens.whole:
+                alone = [chunks if number == lane else [] for number in range(len(prefill))]
+                self._prefill(alone, 1, self._whole_sizes, self._inputs(chunks[0].sample))
+                prefill[lane] = []
         while any(prefill):
-            self.prefills += 1
-            self._launch([chunks[: self._chunks] for chunks in prefill], None)
+            part = [chunks[: self._chunks] for chunks in prefill]
+            self._prefill(part, self._chunks, self._sizes[1])
             prefill = [chunks[self._chunks :] for chunks in prefill]
         # Guesses need all tokens before them.
         return found + self._read(all_but=0 if self._drafts else len(self._flying) - before)
@@ -268,13 +280,18 @@ class Engine:
             lane.pool.forget()
         return found
 
-    def sleep(self) -> None:
-        """Free the caches. Raises `UserError` while requests run."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the caches. Raises `UserError` while requests run.
+
+        weights: lets go of them, too; `update_weights` gives others.
+        """
         if self.has_work:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
         self._state, self._sleeps = None, True
+        if weights:
+            self._params = None
         for lane in self.lanes:
             lane.pool.forget()
 
@@ -321,10 +338,23 @@ class Engine:
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
-    def _launch(self, work: list[list[Work]], rows: int | None) -> None:
-        """Launch a program for the work of all lanes: of decoding `rows` rows, or of prefill."""
-        given = self._step_tokens(work, rows)
-        rows = rows or self._chunks
+    def _inputs(self, sample: Sample) -> Mapping:
+        """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
+        lanes = len(self.lanes)
+        return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
+
+    def _prefill(
+        self, work: list[list[Work]], rows: int, sizes: Sequence[int], inputs: Mapping | None = None
+    ) -> None:
+        """Launch a program of prefill."""
+        self.prefills += 1
+        ids, labels = flat_ids(work, sizes), None
+        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+            labels = flat_ids(work, sizes, ahead=1)
+        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+
+    def _launch(self, work: list[list[Work]], rows: int, given: StepTokens) -> None:
+        """Launch a program for the work of all lanes."""
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
         samples: dict[int, Sample] = {}
@@ -345,23 +375,13 @@ class Engine:
             array.copy_to_host_async()
         self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
-    def _step_tokens(self, work: list[list[Work]], rows: int | None) -> StepTokens:
-        """The tokens of a step of decoding `rows` rows, or of prefill."""
-        if rows:
-            return StepTokens(drafts=drafts_of(work, rows, self._drafts))
-        ids, labels = flat_ids(work, self._sizes[1]), None
-        if any(entry.sample.scores_prompt for lane in work for entry in lane):
-            labels = flat_ids(work, self._sizes[1], ahead=1)
-        return StepTokens(ids, labels)
-
     def _program(
         self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
-        arrays = *given, records, *vars(rules).values()
-        shapes = [None if x is None else x.shape for x in arrays]
+        arrays, tree = jax.tree.flatten((given, records, rules))
         state = self.programs.abstract_state if self._state is None else self._state
-        key = *shapes, draws, state.counts is None
+        key = *(array.shape for array in arrays), tree, draws, state.counts is None
         if key not in self._compiled:
             inputs = self._params, state, given, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
@@ -379,7 +399,7 @@ class Engine:
             size = holding(powers_of_two(16, self.limits.length), len(tokens.tokens))
             ids = np.full(size, -1, np.int32)
             ids[: len(tokens.tokens)] = tokens.tokens
-            is_output = np.arange(size) >= len(sample.request.output.prompt_token_ids)
+            is_output = np.arange(size) >= sample.request.given
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
@@ -430,28 +450,6 @@ class Engine:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that cannot be served."""
-        if params.adapter is not None and params.adapter not in self.adapters:
-            have = ", ".join(self.adapters) or "none"
-            raise UserError(
-                f"SamplingParams: adapter={params.adapter} is not among those of the engine: {have}"
-            )
-        if self._sleeps:
-            raise UserError("the engine sleeps; wake it before it gets requests")
-        if request_id in self.requests:
-            raise UserError(f"request {request_id} is running already; give another id")
-        if not prompt or min(prompt) < 0 or max(prompt) >= self.cfg.vocab_size:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens: give one or more ids in [0, "
-                f"{self.cfg.vocab_size}), by the tokenizer that the model was trained with"
-            )
-        if len(prompt) >= self.limits.length:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
-                f"{self.limits.length}, the longest text here; shorten it"
-            )
-
     def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         """Follows one sample through the form that a request gives."""
         if params.structured is None:
@@ -477,25 +475,3 @@ class Engine:
     def _load(self, number: int) -> int:
         lane = self.lanes[number]
         return len(lane.running) + len(lane.waiting)
-
-
-def limits_of(cfg: ModelConfig, given: Limits) -> Limits:
-    """Limits that a model allows: its length, and one prompt at a time where it has states."""
-    length = given.length
-    if cfg.position_embedding != "relative":
-        length = min(length, cfg.max_position_embeddings)
-    alone = given.prefill_alone or _is_recurrent(cfg)
-    return replace(given, length=length, prefill_alone=alone)
-
-
-def _is_recurrent(cfg: ModelConfig) -> bool:
-    """Whether a branch keeps a state, which only all tokens before give."""
-    return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
-
-
-def _window(cfg: ModelConfig) -> int | None:
-    """The tokens that a query sees if each attention layer has a window."""
-    attention = [BRANCHES[word] for word in cfg.branches if BRANCHES[word].has_heads]
-    if attention and all(branch.windowed for branch in attention):
-        return cfg.attention.sliding_window
-    return None

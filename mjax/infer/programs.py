@@ -10,7 +10,7 @@ own. Invariant: what a row gives depends on its record and its pages alone.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -38,10 +38,12 @@ from mjax.infer.sample import (
 from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
+from mjax.models.attention.cross import SourceKeysValues
 from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.models.attention.slots import SlotKeysValues, SlotSources
 from mjax.models.base.adapted import has_slots
 from mjax.models.base.branch import CacheSpec, branch_class
-from mjax.models.base.context import Context, PagedTokens, Tokens, tokens_of
+from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
 from mjax.models.recurrent.recurrent_mixer import RecurrentCache, SlotStates
 from mjax.models.runtime.run import Caches
@@ -90,11 +92,13 @@ class StepTokens(NamedTuple):
     ids: int32 [lanes, T], the tokens of prefill.
     labels: int32 [lanes, T], the tokens after them, if their log-probabilities are wanted.
     drafts: int32 [lanes * R, k], guesses of the tokens after each row's last one; -1: none.
+    inputs: what the model reads beside a prompt (`Decoder.extend`), [lanes, ..] each, or None.
     """
 
     ids: np.ndarray | None = None
     labels: np.ndarray | None = None
     drafts: np.ndarray | None = None
+    inputs: Mapping | None = None
 
 
 class StepState(NamedTuple):
@@ -124,14 +128,19 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
         for word in branches_of(kind):
             of_layer, module = cfg.of_layer(kind), branch_class(word)
             found = module.cache(of_layer, sizes.pages, PAGE, tp)
+            by_slot = of_layer, sizes.rows + 1, sizes.width * PAGE, tp
             match found:
+                case SourceKeysValues():
+                    found = SlotSources(*module.cache(*by_slot))
+                case KeysValues() if cfg.position_embedding == "relative":
+                    found = SlotKeysValues(*module.cache(*by_slot))
                 case KeysValues():
                     found = PagedKeysValues(*found)
                     found = found.in_8_bits() if sizes.eight_bits else found
                 case Latents():
                     found = PagedLatents(*found)
                 case RecurrentCache():
-                    found = SlotStates(*module.cache(of_layer, sizes.rows + 1, PAGE, tp))
+                    found = SlotStates(*module.cache(*by_slot))
                 case None:
                     pass
                 case _:
@@ -157,6 +166,8 @@ def fitting_pages(
     if "bytes_limit" not in stats:
         return 2 + sizes.rows * -(-sizes.width // 4)
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
+    if one == two:  # all caches lie in slots
+        return 1 + sizes.rows * sizes.width
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
     for tokens, rows in largest:
@@ -308,12 +319,15 @@ class EnginePrograms:
 
     def _on_lane(
         self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
-    ):
+    ) -> tuple[StepState, Drawn, Scored | None]:
         model = self.definition.bind(params, self.parallel)
         row = unpacked(records, record_dtype(self.sizes.width))
         ids, info = self._tokens(state, tokens, row)
-        x, _, caches = model.extend(ids, info, Context(self.parallel), state.caches, {})
         new = info.new
+        # Kernels of training have no mask for the keys of a source that lie in slots.
+        kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
+        ctx = Context(self.parallel, kernels=kernels)
+        x, _, caches = model.extend(ids, info, ctx, state.caches, tokens.inputs or {})
         x, scores = x.reshape(-1, x.shape[-1]), None
         if tokens.labels is not None:
             scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)

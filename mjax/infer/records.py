@@ -5,7 +5,7 @@ of decoding copies records and fills in lengths. Invariant: a record says all th
 on, besides the tokens that its pages hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,10 +21,15 @@ from mjax.infer.scheduling.scheduler import Sequence as Tokens
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its samples, as the engine follows them."""
+    """A prompt and its samples, as the engine follows them.
+
+    given: tokens before those that are made. inputs: what is read beside them (`whole_inputs`).
+    """
 
     output: RequestOutput
     params: SamplingParams
+    given: int
+    inputs: Mapping | None = None
     samples: list["Sample"] = field(default_factory=list)
 
 

@@ -134,17 +134,6 @@ class Counts:
     prompt: jax.Array
     outputs: jax.Array
 
-    @classmethod
-    def of_prompts(cls, ids: jax.Array, is_real: jax.Array, vocabulary: int) -> "Counts":
-        """Counts before the first output of prompts [R, S], less what is_real [R, S] leaves out."""
-        rows = jnp.arange(len(ids))[:, None]
-        prompt = jnp.zeros((len(ids), vocabulary), bool).at[rows, ids].max(is_real)
-        return cls(prompt, jnp.zeros(prompt.shape, jnp.int32))
-
-    def add(self, token: jax.Array) -> "Counts":
-        """Counts with one more output int32 [R] of each row."""
-        return Counts(self.prompt, self.outputs.at[jnp.arange(len(token)), token].add(1))
-
 
 @register_dataclass
 @dataclass(frozen=True)

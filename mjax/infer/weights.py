@@ -11,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
 from mjax.kernels.fp8.channels import Channels8
@@ -58,6 +58,12 @@ def take_apart(
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def mesh_of(params: dict) -> Mesh | None:
+    """The mesh that parameters are sharded over; None on a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:

@@ -68,6 +68,8 @@ class Sequence:
     - waits: no token is planned for it while one is in flight, as the next one depends on it.
     - drafts: guesses of the tokens after the known ones, given anew before each plan. The next step
       computes them too; a plan drops those that no page or limit has room for.
+    - whole: all its known tokens are one chunk, of any size and alone in its step, as they are
+      computed with images, sounds or a source. It neither reads nor shares prefixes.
 
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
@@ -91,6 +93,7 @@ class Sequence:
     reads_prefix: bool = True
     waits: bool = False
     drafts: list[int] = field(default_factory=list)
+    whole: bool = False
 
     computed: int = 0
     flying: int = 0
@@ -177,7 +180,7 @@ class Scheduler:
         self._check_size(sequence)
         self._check_queue(sequence)
         sequence.arrival = next(self._arrivals)
-        if self.pool.cache_prefixes:
+        if self.pool.cache_prefixes and not sequence.whole:
             sequence.hashes = chain(sequence.tokens, self.pool.page, sequence.salt)
         self._enqueue(sequence)
 
@@ -276,15 +279,16 @@ class Scheduler:
     def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
         known = len(sequence.tokens)
-        count = min(room, known - sequence.computed)
+        count = known - sequence.computed
         if not count:
             return room
+        count = count if sequence.whole else min(room, count)
         first = sequence.computed
         sequence.computed += count
         sequence.sampled = sequence.computed == known < sequence.limit
         sequence.flying += sequence.sampled
         plan.chunks.append(Chunk(sequence, first, count, sequence.sampled))
-        return 0 if self.limits.prefill_alone else room - count
+        return 0 if self.limits.prefill_alone or sequence.whole else room - count
 
     def _admit(self, plan: Plan, room: int) -> None:
         """Starts waiting sequences in order, up to the first that finds no slot or no pages.
@@ -299,7 +303,7 @@ class Scheduler:
         reserve = sum(self._may_grow(s, len(s.pages)) for s in self.running.values())
         computing = {hash for chunk in plan.chunks for hash in self._hash_at(chunk)}
         for *_, sequence in self._queue:
-            if not room or postponed == len(self._slots):
+            if not room or postponed == len(self._slots) or (sequence.whole and plan.chunks):
                 break
             usable = (len(sequence.tokens) - 1) // self.pool.page if sequence.reads_prefix else 0
             hashes = sequence.hashes[:usable]
@@ -368,7 +372,7 @@ class Scheduler:
         """Shares full pages of known tokens, unless the weights have changed since admission."""
         pool = self.pool
         full = min(sequence.computed, len(sequence.tokens)) // pool.page
-        if full == sequence.published or not pool.cache_prefixes:
+        if full == sequence.published or sequence.whole or not pool.cache_prefixes:
             return
         if sequence.generation == pool.generation:
             known = sequence.hashes
