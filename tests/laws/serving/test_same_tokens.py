@@ -63,14 +63,20 @@ def test_greedy_tokens_are_the_plain_forwards(kind):
     check_all(kind, engine(kind))
 
 
-def test_a_preempted_sample_finds_its_slot_and_pages_whoever_had_them():
-    given = emptied(engine("keys and values"), 32, 11)
-    rng = np.random.default_rng(4)
-    asks = []
-    for _ in range(16):
-        prompt = rng.integers(0, VOCAB, rng.integers(1, 60)).tolist()
-        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), priority=int(rng.integers(3)))
-        asks.append(Ask(prompt, params, int(rng.integers(0, 80))))
-    requests = requested(given, asks)
-    assert preemptions(requests) > 0
-    assert_greedy("keys and values", [request.output for request in requests])
+def test_a_preempted_sample_that_gets_its_slot_again_gets_other_pages():
+    given = emptied(engine("keys and values"), pages=9)
+    victim = given.add(range(1, 18), SamplingParams(max_tokens=31, priority=1))
+    others = [given.add(range(30, 55), SamplingParams(max_tokens=40))]
+    others.append(given.add([60], SamplingParams(max_tokens=31)))
+    given.step()
+    slot, pages = victim.samples[0].tokens.slot, victim.samples[0].tokens.pages
+    while not others[-1].output.finished:
+        given.step()
+    assert preemptions([victim]) == 0 and victim.samples[0].tokens.queued
+    others.append(given.add([3, 2], SamplingParams(max_tokens=9)))  # takes the slot just left
+    while given.has_work:
+        given.step()
+        again = victim.samples[0].tokens
+        assert again.slot in (slot, -1) and (again.pages != pages or again.slot == -1)
+    assert preemptions([victim]) == 1
+    assert_greedy("keys and values", [request.output for request in (victim, *others)])
