@@ -118,6 +118,7 @@ class Engine:
         self._records = Records(lanes, limits, width)
         self._state = self.programs.empty()
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._warm: tuple[Draws, ...] = ()
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
@@ -170,8 +171,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
-        return bool(self.requests or self._flying)
+        """Whether a step has anything to do; a paused engine has not."""
+        return bool(self._flying or (self.requests and not self._paused))
 
     def step(self) -> list[Update]:
         """Launch the next work of all lanes and return tokens of the work before."""
@@ -221,7 +222,7 @@ class Engine:
 
     def sleep(self) -> None:
         """Free the caches. Raises `UserError` while requests run."""
-        if self.has_work:
+        if self.requests or self._flying:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
@@ -235,7 +236,13 @@ class Engine:
             self._state = self.programs.empty()
 
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
-        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+        """Compile the programs of all sizes for these kinds of draws; returns their number.
+
+        From then on a step takes the first of these kinds that does all that its rows need.
+        """
+        self._warm = tuple(draws)
+        if any(kind.penalties for kind in draws):
+            self._begin_counts()
         rows, tokens = self._sizes
         inputs = [(None, self._records.empty(n)) for n in rows]
         for count in tokens:
@@ -273,6 +280,7 @@ class Engine:
                     samples[place] = entry.sample
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
+        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
             self._count(filter(None, places))
         program = self._program(ids, records, rules, draws)
@@ -294,8 +302,7 @@ class Engine:
 
     def _count(self, samples: Iterable[Sample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
-        if self._state.counts is None:
-            self._state = self._state._replace(counts=self.programs.empty_counts())
+        self._begin_counts()
         for sample in samples:
             tokens = sample.tokens
             if not sample.draws.penalties or sample.counted == tokens.admissions:
@@ -307,6 +314,10 @@ class Engine:
             is_output = np.arange(size) >= len(sample.request.output.prompt_token_ids)
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
+
+    def _begin_counts(self) -> None:
+        if self._state.counts is None:
+            self._state = self._state._replace(counts=self.programs.empty_counts())
 
     # ---- results ---------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ class Draws:
     penalties: bool = False
     top: int = 0
 
+    def covers(self, other: "Draws") -> bool:
+        """Whether these computations include all of `other`."""
+        return all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other)))
+
 
 def draws_of(rows: Sequence[Sampling], top: int = 0) -> Draws:
     """The computations that the rows of a batch need."""
