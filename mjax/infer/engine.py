@@ -43,7 +43,7 @@ from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import take_apart
+from mjax.infer.weights import require_weights, take_apart
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
@@ -211,10 +211,14 @@ class Engine:
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
         running requests stay, and each token's `weight_versions` says which weights made it.
+        Raises `UserError` for arrays of another model, and goes on with the weights it has.
         """
+        require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
+        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
-        self._params = take_apart(self._definition.specs, params, self._dtype, donate)
+        apart = take_apart(self._definition.specs, params, self._dtype, donate)
+        self._params = jax.device_put(apart, places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from mjax.errors import UserError
 from mjax.models.runtime.stacks import split_rows
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import weight_partition
@@ -39,6 +40,18 @@ def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def require_weights(specs: dict, params: dict) -> None:
+    """Raise `UserError` for arrays that are not the parameters of a model with these specs."""
+    wanted, model = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
+    if jax.tree.structure(params) != model:
+        raise UserError("the weights are not those of this model: other names; give its own")
+    for (path, spec), given in zip(wanted, jax.tree.leaves(params), strict=True):
+        shape = getattr(given, "shape", None)
+        if not isinstance(given, jax.Array) or shape != spec.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise UserError(f"weights: {name} is {type(given).__name__} {shape}, not {spec.shape}")
 
 
 def partitions_apart(specs: dict, parallel: Parallel) -> dict:

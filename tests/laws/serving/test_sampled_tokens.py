@@ -71,9 +71,10 @@ def test_one_seed_gives_one_text_and_another_seed_another():
     assert len(set(map(str, (first, other, free, freer)))) == 4
 
 
-# |log p of the engine - log p of training's forward| in these models, whose log-probs reach -20:
-# fp32 measures 2e-5, bf16 0.3 (and 0.06 on average).
-BOUNDS = {"float32": (1e-4, 2e-5), "bfloat16": (1.0, 0.1)}  # largest, mean
+# Bounds on |log p of the engine - log p of training's forward|, the largest and the mean. In fp32
+# 5e-6 and 1.3e-6 are measured. bf16 measures less, as rounding hides the order of sums; where it
+# does not, a last bit of an activation moves log-probs by some hundredths.
+BOUNDS = {"float32": (5e-5, 1e-5), "bfloat16": (0.2, 0.01)}
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -20,6 +20,7 @@ from tests.laws.serving.kinds import (
     emptied,
     engine,
     model,
+    on_mesh,
     preemptions,
     served,
     tokens_of,
@@ -160,6 +161,12 @@ def test_weights_of_another_model_change_nothing(given):
         with pytest.raises(UserError, match="weights"):
             given.update_weights(wrong)
     assert tokens_of(served(given, ASKS)) == wanted
+
+
+def test_weights_may_lie_on_another_mesh(given, others):
+    _, definition, _, _ = model(KIND)
+    given.update_weights(on_mesh(definition, others, {"dp": 2, "tp": 2}))
+    assert_greedy(KIND, served(given, ASKS), others)
 
 
 def leave(given, state):
