@@ -52,7 +52,7 @@ from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import form_of, mesh_of, take_apart
+from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
 from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
@@ -150,6 +150,7 @@ class Engine:
         self._records = Records(lanes, limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._warm: tuple[Draws, ...] = ()
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
@@ -222,8 +223,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
-        return bool(self.requests or self._flying)
+        """Whether a step has anything to do; a paused engine has not."""
+        return bool(self._flying or (self.requests and not self._paused))
 
     def step(self) -> list[Update]:
         """Launch the next work of all lanes and return tokens of the work before."""
@@ -270,11 +271,15 @@ class Engine:
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
         running requests stay, and each token's `weight_versions` says which weights made it.
+        Raises `UserError` for arrays of another model, and goes on with the weights it has.
         """
+        require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
+        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
         specs = self._definition.specs
-        self._params = take_apart(specs, params, self._dtype, donate, self._form)
+        apart = take_apart(specs, params, self._dtype, donate, self._form)
+        self._params = jax.device_put(apart, places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
@@ -285,7 +290,7 @@ class Engine:
 
         weights: lets go of them, too; `update_weights` gives others.
         """
-        if self.has_work:
+        if self.requests or self._flying:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
@@ -302,8 +307,12 @@ class Engine:
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        The compiler tries kernels in memory that the caches take with the first request.
+        From then on a step takes the first of these kinds that does all that its rows need. The
+        compiler tries kernels in memory that the caches take with the first request.
         """
+        self._warm = tuple(draws)
+        if any(kind.penalties for kind in draws):
+            self._begin_counts()
         rows, tokens = self._sizes
         inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
         if self._drafts:
@@ -367,6 +376,7 @@ class Engine:
             self._state = self.programs.empty()
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
+        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
             self._count(filter(None, places))
         program = self._program(given, records, rules, draws)
@@ -389,8 +399,7 @@ class Engine:
 
     def _count(self, samples: Iterable[Sample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
-        if self._state.counts is None:
-            self._state = self._state._replace(counts=self.programs.empty_counts())
+        self._begin_counts()
         for sample in samples:
             tokens = sample.tokens
             if not sample.draws.penalties or sample.counted == tokens.admissions:
@@ -402,6 +411,12 @@ class Engine:
             is_output = np.arange(size) >= sample.request.given
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
+
+    def _begin_counts(self) -> None:
+        if self._state is None:
+            self._state = self.programs.empty()
+        if self._state.counts is None:
+            self._state = self._state._replace(counts=self.programs.empty_counts())
 
     # ---- results ---------------------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ class Sample:
     """One sample of a request.
 
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
-    slot: of the record that was filled for it, -1 before. table: (pages, null pages among them)
-    that the record has. counted: the admission after which its tokens were counted for penalties.
-    drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
+    written: the admission for which the record of its slot was filled. table: (pages, null pages
+    among them) that the record has. counted: the admission after which its tokens were counted for
+    penalties. drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class Sample:
     seed: int
     draws: Draws
     lane: int
-    slot: int = -1
+    written: int = 0
     table: tuple[int, int] = (0, 0)
     counted: int = 0
     drafter: Drafter | None = None
@@ -111,7 +111,7 @@ class Records:
         for entry in work:
             self._update(lane, entry.sample)
         slots = np.full(rows, self.rows)
-        slots[: len(work)] = [entry.sample.slot for entry in work]
+        slots[: len(work)] = [entry.sample.tokens.slot for entry in work]
         records = lane[slots]
         own = records[: len(work)]
         own["count"] = [entry.count for entry in work]
@@ -122,8 +122,8 @@ class Records:
     def _update(self, lane: np.ndarray, sample: Sample) -> None:
         """Write what has changed of a sample's record."""
         tokens = sample.tokens
-        if sample.slot != tokens.slot:
-            sample.slot, sample.table = tokens.slot, (0, 0)
+        if sample.written != tokens.admissions:  # others may have had the slot meanwhile
+            sample.written, sample.table = tokens.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
             own = {"seed": sample.seed, "index": sample.answer.output.index}
             settings = settings | own | {"adapter": sample.adapter}

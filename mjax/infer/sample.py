@@ -98,6 +98,11 @@ class Draws:
     penalties: bool = False
     top: int = 0
 
+    def covers(self, other: "Draws") -> bool:
+        """Whether these computations include all of `other`."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
 
 def draws_of(rows: Sequence[Sampling], top: int = 0) -> Draws:
     """The computations that the rows of a batch need."""

@@ -66,6 +66,18 @@ def mesh_of(params: dict) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
+def require_weights(specs: dict, params: dict) -> None:
+    """Raise `UserError` for arrays that are not the parameters of a model with these specs."""
+    wanted, model = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
+    if jax.tree.structure(params) != model:
+        raise UserError("the weights are not those of this model: other names; give its own")
+    for (path, spec), given in zip(wanted, jax.tree.leaves(params), strict=True):
+        shape = getattr(given, "shape", None)
+        if not isinstance(given, jax.Array) or shape != spec.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise UserError(f"weights: {name} is {type(given).__name__} {shape}, not {spec.shape}")
+
+
 def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:
     """The partitions of what `take_apart` gives, as matmuls read it."""
 
