@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.schema.model import ModelConfig
@@ -75,16 +74,6 @@ def empty_cache(
     return KVCache(jax.tree.map(empty, specs), jnp.zeros(batch, jnp.int32))
 
 
-def cache_partitions(cfg: ModelConfig, parallel: Parallel, rows: PartitionSpec) -> KVCache:
-    """The partitions of a cache whose rows lie as `rows` says: heads over tp."""
-
-    def of_array(spec: CacheSpec) -> PartitionSpec:
-        return PartitionSpec(*rows, *partition(spec.axes[1:], parallel))
-
-    layers = jax.tree.map(of_array, cache_specs(cfg, 1, 1, parallel.tp, 1))
-    return KVCache(layers, rows)
-
-
 def extend(
     model: Decoder,
     cache: KVCache,
@@ -98,7 +87,7 @@ def extend(
 
     The first `count` int32 [B] ids of a row are real (None: all are), and activations of others
     mean nothing. The caller keeps `lengths` + S within the cache: slots are not checked while
-    tracing. `inputs` are what else the model reads in its first call (`Decoder.prompt`). On a mesh
+    tracing. `inputs` are what else the model reads in its first call (`Decoder.extend`). On a mesh
     it is a function of local shards, whose tokens tp does not cut. `adapters` int32 [B] are the
     slots of rows where the model has several (`Tokens.adapters`).
     """

@@ -11,7 +11,8 @@ differs only where top-p and min-p are both set.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,11 @@ class Draws:
     penalties: bool = False
     top: int = 0
 
+    def covers(self, other: "Draws") -> bool:
+        """Whether these computations include all of `other`."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
 
 def draws_of(rows: Sequence[Sampling], top: int = 0) -> Draws:
     """The computations that the rows of a batch need."""
@@ -132,17 +138,6 @@ class Counts:
 
     prompt: jax.Array
     outputs: jax.Array
-
-    @classmethod
-    def of_prompts(cls, ids: jax.Array, is_real: jax.Array, vocabulary: int) -> "Counts":
-        """Counts before the first output of prompts [R, S], less what is_real [R, S] leaves out."""
-        rows = jnp.arange(len(ids))[:, None]
-        prompt = jnp.zeros((len(ids), vocabulary), bool).at[rows, ids].max(is_real)
-        return cls(prompt, jnp.zeros(prompt.shape, jnp.int32))
-
-    def add(self, token: jax.Array) -> "Counts":
-        """Counts with one more output int32 [R] of each row."""
-        return Counts(self.prompt, self.outputs.at[jnp.arange(len(token)), token].add(1))
 
 
 @register_dataclass
@@ -183,6 +178,14 @@ class Drawn:
     top_logprobs: jax.Array | None = None
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of given tokens, and of the likeliest ones; fields as in `Drawn`."""
+
+    logprob: jax.Array
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
 def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
     """A token of each row of logits fp32 [R, V]; `draws` covers what `rows` ask for."""
     z = biased(logits, rows.rules)
@@ -200,13 +203,18 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
             left = jnp.where(hot[:, None], limited(left, rows.settings), left)
         gumbel = noise(rows.seed, rows.index, rows.position, z.shape[-1])
         token = jnp.where(hot, jnp.argmax(left + gumbel, -1).astype(jnp.int32), token)
+    own = scored(logits, token, draws.top)
+    return Drawn(token, own.logprob, _log_prob(left, token), own.top_ids, own.top_logprobs)
+
+
+def scored(logits: jax.Array, token: jax.Array, top: int) -> Scored:
+    """Log-probabilities of tokens int32 [R] and of the `top` likeliest by logits fp32 [R, V]."""
     own = _below_largest(logits)
-    drawn = Drawn(token, _log_prob(own, token), _log_prob(left, token))
-    if not draws.top:
-        return drawn
-    ids = likeliest(logits, draws.top)
-    scores = jax.vmap(_log_prob, (None, 1), 1)(own, ids)
-    return replace(drawn, top_ids=ids, top_logprobs=scores)
+    found = Scored(_log_prob(own, token))
+    if not top:
+        return found
+    ids = likeliest(logits, top)
+    return found._replace(top_ids=ids, top_logprobs=jax.vmap(_log_prob, (None, 1), 1)(own, ids))
 
 
 def _below_largest(logits: jax.Array) -> jax.Array:

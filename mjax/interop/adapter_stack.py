@@ -6,11 +6,14 @@ the model without an adapter. Ranks below the largest are filled up with zeros.
 `models/base/adapter.py` has the product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.merged import Adapters, require_shapes
@@ -23,10 +26,15 @@ from mjax.interop.adapted_source import (
     named_base,
     read_adapter_run,
 )
+from mjax.interop.adapters_of_run import joined_trees
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
+from mjax.interop.pretrained import Pretrained
 from mjax.interop.sources import source_of
 from mjax.models.base.adapted import part_path, part_shapes
+from mjax.models.base.params import with_specs
+from mjax.sharding.mesh import parallel_of
+from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec
 
 
@@ -45,6 +53,19 @@ def stack_adapters(
     for number, folder in enumerate(folders):
         found[f"{folder} (slot {number + 1})"] = _adapters_in(Path(folder), cfg, specs)
     return stacked(found, specs)
+
+
+def with_adapters(model: Pretrained, folders: Iterable[str | Path]) -> Pretrained:
+    """A loaded model with the adapters of `stack_adapters` beside its weights."""
+    specs, arrays = stack_adapters([*folders], model.cfg, model.definition.specs)
+    if model.mesh is None:
+        places = SingleDeviceSharding(jax.devices()[0])
+    else:
+        whole = flatten_dict(param_partitions(specs, parallel_of(model.mesh)))
+        cuts = unflatten_dict({path: whole[path] for path in flatten_dict(arrays)})
+        places = jax.tree.map(lambda cut: NamedSharding(model.mesh, cut), cuts)
+    params = joined_trees(model.params, jax.device_put(arrays, places))
+    return replace(model, definition=with_specs(model.definition, specs), params=params)
 
 
 def _adapters_in(folder: Path, cfg: ModelConfig, specs: dict) -> Adapters:

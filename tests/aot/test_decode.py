@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from mjax.infer.generate import DecodePrograms
 
 from mjax.config import load
-from mjax.infer.generate import DecodePrograms
 from mjax.infer.sample import Sampling, draws_of, settings_of
 from mjax.models import definition_of
 from mjax.plan.absent_devices import compiler_devices

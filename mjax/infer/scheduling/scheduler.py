@@ -66,6 +66,10 @@ class Sequence:
     - reads_prefix: False computes the whole prompt, as its log-probabilities need every logit.
 
     - waits: no token is planned for it while one is in flight, as the next one depends on it.
+    - drafts: guesses of the tokens after the known ones, given anew before each plan. The next step
+      computes them too; a plan drops those that no page or limit has room for.
+    - whole: all its known tokens are one chunk, of any size and alone in its step, as they are
+      computed with images, sounds or a source. It neither reads nor shares prefixes.
 
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
@@ -88,6 +92,8 @@ class Sequence:
     salt: tuple = ()
     reads_prefix: bool = True
     waits: bool = False
+    drafts: list[int] = field(default_factory=list)
+    whole: bool = False
 
     computed: int = 0
     flying: int = 0
@@ -124,7 +130,7 @@ class Chunk:
 class Plan:
     """Work of one step. The engine builds its arrays at once, as the next call changes sequences.
 
-    - decode: sequences that get one token each, at position `computed - 1`.
+    - decode: sequences that get one token each, at position `computed - 1`, and their drafts.
     - chunks: parts of prompts.
     - preempted: sequences that have lost their pages.
     - drain: True if no token is planned until the engine has read all results in flight and has
@@ -167,7 +173,7 @@ class Scheduler:
         self._check_size(sequence)
         self._check_queue(sequence)
         sequence.arrival = next(self._arrivals)
-        if self.pool.cache_prefixes:
+        if self.pool.cache_prefixes and not sequence.whole:
             sequence.hashes = chain(sequence.tokens, self.pool.page, sequence.salt)
         self._enqueue(sequence)
 
@@ -185,11 +191,18 @@ class Scheduler:
         """Ends a sequence whose client has left, as `finish` does."""
         self.finish(sequence)
 
-    def read(self, sequence: Sequence, token: int) -> None:
-        """Notes a sample that the host has read; one of an ended sequence is dropped."""
+    def read(self, sequence: Sequence, token: int, *, after_draft: bool = False) -> None:
+        """Notes a sample that the host has read; one of an ended sequence is dropped.
+
+        `after_draft`: it is a further sample of the same step, after a draft that was right, whose
+        cache entry stays. Entries of wrong drafts are written over later.
+        """
         if sequence.slot >= 0:
             sequence.tokens.append(token)
-            sequence.flying -= 1
+            if after_draft:
+                sequence.computed += 1
+            else:
+                sequence.flying -= 1
             self._publish(sequence)
 
     def plan(self) -> Plan:
@@ -198,7 +211,8 @@ class Scheduler:
         self._leave_windows()
         if not self._decode(plan):
             return Plan(drain=True)
-        room = min(self.limits.chunk, self.limits.tokens - len(plan.decode))
+        left = self.limits.tokens - sum(1 + len(s.drafts) for s in plan.decode)
+        room = max(min(self.limits.chunk, left), 0)
         for sequence in self.running.values():
             if not sequence.sampled:
                 room = self._prefill(plan, sequence, room)
@@ -238,21 +252,35 @@ class Scheduler:
         for sequence in rows:
             sequence.computed += 1
             sequence.flying += 1
+            if sequence.drafts:
+                self._fit_drafts(sequence)
         plan.decode = rows
         return True
+
+    def _fit_drafts(self, sequence: Sequence) -> None:
+        """Drops drafts beyond the limit, or beyond the pages where no more are free."""
+        drafts, size = sequence.drafts, self.pool.page
+        del drafts[sequence.limit - 1 - sequence.computed :]
+        needed = self._pages(sequence.computed + len(drafts)) - len(sequence.pages)
+        more = self.pool.take(max(needed, 0))
+        if more is None:
+            del drafts[len(sequence.pages) * size - sequence.computed :]
+        else:
+            sequence.pages += more
 
     def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
         known = len(sequence.tokens)
-        count = min(room, known - sequence.computed)
+        count = known - sequence.computed
         if not count:
             return room
+        count = count if sequence.whole else min(room, count)
         first = sequence.computed
         sequence.computed += count
         sequence.sampled = sequence.computed == known < sequence.limit
         sequence.flying += sequence.sampled
         plan.chunks.append(Chunk(sequence, first, count, sequence.sampled))
-        return 0 if self.limits.prefill_alone else room - count
+        return 0 if self.limits.prefill_alone or sequence.whole else room - count
 
     def _admit(self, plan: Plan, room: int) -> None:
         """Starts waiting sequences in order, up to the first that finds no slot or no pages.
@@ -267,7 +295,7 @@ class Scheduler:
         reserve = sum(self._may_grow(s, len(s.pages)) for s in self.running.values())
         computing = {hash for chunk in plan.chunks for hash in self._hash_at(chunk)}
         for *_, sequence in self._queue:
-            if not room or postponed == len(self._slots):
+            if not room or postponed == len(self._slots) or (sequence.whole and plan.chunks):
                 break
             usable = (len(sequence.tokens) - 1) // self.pool.page if sequence.reads_prefix else 0
             hashes = sequence.hashes[:usable]
@@ -317,7 +345,7 @@ class Scheduler:
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.sampled = -1, [], False
+        sequence.slot, sequence.pages, sequence.sampled, sequence.drafts = -1, [], False, []
         sequence.computed = sequence.passed = 0
 
     def _leave_windows(self) -> None:
@@ -336,7 +364,7 @@ class Scheduler:
         """Shares full pages of known tokens, unless the weights have changed since admission."""
         pool = self.pool
         full = min(sequence.computed, len(sequence.tokens)) // pool.page
-        if full == sequence.published or not pool.cache_prefixes:
+        if full == sequence.published or sequence.whole or not pool.cache_prefixes:
             return
         if sequence.generation == pool.generation:
             known = sequence.hashes

@@ -280,6 +280,11 @@ def _with_adapter(
     return replace(base, adapter=adapter)
 
 
+def has_slots(specs: dict) -> bool:
+    """Whether declarations are of a model with several adapters, of which tokens choose."""
+    return any(is_of_adapter(path) and path[-1] == "scales" for path in flatten_dict(specs))
+
+
 def with_slots(weights: dict, numbers: jax.Array, parallel: Parallel) -> dict:
     """Weights of a module whose adapters, where they are several, know the slots of its tokens."""
     slots = TokenSlots(numbers, parallel)

@@ -309,15 +309,6 @@ def test_the_likeliest_of_a_large_vocabulary_are_those_of_sorting():
     np.testing.assert_array_equal(jax.jit(likeliest, static_argnums=1)(z, 9), order)
 
 
-def test_counts_follow_prompts_and_outputs():
-    ids = np.array([[3, 5, 5], [1, 0, 0]])
-    counts = Counts.of_prompts(ids, np.array([[1, 1, 1], [1, 0, 0]], bool), 8)
-    np.testing.assert_array_equal(np.argwhere(counts.prompt), [[0, 3], [0, 5], [1, 1]])
-    counts = counts.add(np.array([2, 7])).add(np.array([2, 6]))
-    np.testing.assert_array_equal(np.argwhere(counts.outputs), [[0, 2], [1, 6], [1, 7]])
-    assert counts.outputs[0, 2] == 2
-
-
 # ---- drafts ------------------------------------------------------------------------------------
 
 

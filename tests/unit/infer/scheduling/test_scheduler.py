@@ -459,3 +459,35 @@ def test_a_plan_of_256_rows_and_5000_waiting_takes_less_than_a_millisecond():
             scheduler.read(sequence, 1)
         flying = plan.decode + [c.sequence for c in plan.chunks if c.samples]
     assert len(scheduler.waiting) == 5000 and min(times) < 1e-3
+
+
+def test_drafts_take_pages_that_are_free_and_no_more_than_the_limit():
+    def planned(pages: int, new: int) -> Sequence:
+        scheduler = build(pages=pages, cache_prefixes=False).scheduler
+        sequence = Sequence(0, list(range(PAGE)), PAGE + new)
+        scheduler.add(sequence)
+        scheduler.plan()
+        scheduler.read(sequence, 1)
+        sequence.drafts = [5] * (2 * PAGE)
+        assert scheduler.plan().decode == [sequence]
+        return sequence
+
+    assert len(planned(9, 4 * PAGE).drafts) == 2 * PAGE
+    short = planned(3, PAGE + 1)  # a page for the last token, and none beyond
+    assert len(short.pages) == 2 and len(short.drafts) == PAGE - 1
+    assert len(planned(9, 3).drafts) == 1  # the second token, this one and the one after it
+
+
+def test_right_drafts_advance_and_wrong_ones_go_back():
+    toy = build(cache_prefixes=True)
+    scheduler = toy.scheduler
+    sequence = Sequence(0, list(range(PAGE)), 4 * PAGE)
+    scheduler.add(sequence)
+    scheduler.plan()
+    scheduler.read(sequence, 100)
+    sequence.drafts = [101, 102, 103]
+    scheduler.plan()
+    scheduler.read(sequence, 101)
+    scheduler.read(sequence, 102, after_draft=True)  # after 101, which was right
+    assert sequence.tokens[PAGE:] == [100, 101, 102]
+    assert sequence.computed == len(sequence.tokens) - 1 and sequence.flying == 0
