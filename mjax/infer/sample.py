@@ -99,7 +99,8 @@ class Draws:
 
     def covers(self, other: "Draws") -> bool:
         """Whether these computations include all of `other`."""
-        return all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other)))
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
 
 
 def draws_of(rows: Sequence[Sampling], top: int = 0) -> Draws:

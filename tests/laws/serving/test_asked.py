@@ -70,7 +70,9 @@ def test_a_stop_id_ends_a_text_and_only_after_min_tokens():
 
 def test_end_tokens_of_the_model_end_a_text_unless_ignored():
     given = emptied(engine(KIND, eos=(free()[3],)))
-    asks = [Ask(PROMPT, SamplingParams(max_tokens=9, ignore_eos=ignored)) for ignored in (False, True)]
+    asks = [
+        Ask(PROMPT, SamplingParams(max_tokens=9, ignore_eos=ignored)) for ignored in (False, True)
+    ]
     found, ignored = (output.outputs[0] for output in served(given, asks))
     assert found.token_ids == [*free()[: free().index(free()[3]) + 1]]
     assert (found.finish_reason, found.stop_reason) == ("stop", None)
@@ -165,4 +167,3 @@ def test_a_warm_engine_compiles_nothing_for_200_random_requests():
     assert len(given._compiled) == compiled == 6
     hot = [output for output, ask in zip(outputs, asks, strict=True) if not ask.params.temperature]
     assert_greedy(KIND, hot)
-

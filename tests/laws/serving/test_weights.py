@@ -105,7 +105,10 @@ def test_a_request_preempted_across_an_update_reads_no_old_page(given, others):
     for request in late:
         made = request.output.outputs[0]
         first = made.weight_versions.index(given.version)
-        request.output.prompt_token_ids = [*request.output.prompt_token_ids, *made.token_ids[:first]]
+        request.output.prompt_token_ids = [
+            *request.output.prompt_token_ids,
+            *made.token_ids[:first],
+        ]
         made.token_ids, made.logprobs = made.token_ids[first:], made.logprobs[first:]
     assert_greedy(KIND, [r.output for r in late], others)
 
