@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, Sequence
 from tests.marks import slow
-from tests.unit.infer.engine.toy import END, Toy, sample
+from tests.unit.infer.scheduling.toy import END, Toy, sample
 
 PAGE = 4
 
@@ -45,6 +45,7 @@ class Operations:
             salt=(("salt", draw(0, 1)),),
             reads_prefix=draw(0, 4) > 0,
         )
+        sequence.whole = not sequence.reads_prefix and length % 2 == 0
         self.count += 1
         try:
             toy.add(sequence)
@@ -250,6 +251,18 @@ def test_prompt_log_probabilities_compute_every_token():
         sequence = add(toy, [7] * 9, reads_prefix=reads_prefix)
         step(toy)
         assert sequence.hits == 0
+    toy.finish()
+
+
+def test_a_whole_prompt_is_one_chunk_alone_and_shares_nothing():
+    toy = build(chunk=8)
+    first, whole, last = add(toy, [1] * 12), add(toy, [2] * 30, whole=True), add(toy, [2] * 30)
+    chunks = [[(c.sequence, c.count) for c in step(toy).chunks] for _ in range(4)]
+    assert chunks == [[(first, 8)], [(first, 4)], [(whole, 30)], [(last, 8)]]
+    toy.finish()
+    again = add(toy, [2] * 30, whole=True)
+    assert [(c.sequence, c.count) for c in step(toy).chunks] == [(again, 30)]
+    assert last.hits == again.hits == 0 and toy.computed[last] == 30
     toy.finish()
 
 
