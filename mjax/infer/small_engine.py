@@ -47,15 +47,15 @@ def completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
-    items: Mapping[str, Item] | None = None,
+    items: Sequence[Mapping[str, Item] | None] | None = None,
 ) -> list[CompletionOutput]:
-    """One sample of each prompt, all of them with the same `items`.
+    """One sample of each prompt.
 
-    params: of each, or of all (`of_batch`).
+    params: of each, or of all (`of_batch`). items: of each (`Engine.add`); None: there are none.
     """
     each = of_batch(params, len(prompts)) if isinstance(params, SamplingParams) else params
-    rows = zip(prompts, each, strict=True)
-    requests = [engine.add(ids, own, items=items) for ids, own in rows]
+    rows = zip(prompts, each, items or [None] * len(prompts), strict=True)
+    requests = [engine.add(ids, own, items=beside) for ids, own, beside in rows]
     while engine.has_work:
         engine.step()
     return [request.output.outputs[0] for request in requests]
