@@ -112,7 +112,7 @@ class Engine:
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
-        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3, but for experts.
+        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
         fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
         donate: frees `params` while they are copied.
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host

@@ -50,8 +50,8 @@ def take_apart(
             where = jax.tree.map(partial(NamedSharding, where.mesh), cuts)
         if spec.is_stacked:
             where = [where] * spec.shape[0]
-        made_for = spec.is_stacked, wanted, form if rounds else None, spec.inputs
-        new = jax.jit(_converted, static_argnums=range(1, 5), out_shardings=where)(old, *made_for)
+        made = jax.jit(_converted, static_argnums=(1, 2, 3), out_shardings=where)
+        new = made(old, spec, wanted, form if rounds else None)
         if donate:
             jax.block_until_ready(new)
             old.delete()
@@ -108,13 +108,11 @@ def form_of(name: str | None, specs: dict) -> Form | None:
     return FORMS[name]
 
 
-def _converted(
-    old: jax.Array, is_stacked: bool, dtype: jnp.dtype, form: Form | None, inputs: int
-) -> Parameter:
-    rows = [row.astype(dtype) for row in (split_rows(old) if is_stacked else [old])]
+def _converted(old: jax.Array, spec: ParamSpec, dtype: jnp.dtype, form: Form | None) -> Parameter:
+    rows = [row.astype(dtype) for row in (split_rows(old) if spec.is_stacked else [old])]
     if form is not None:
-        rows = [form.rounded(row, inputs) for row in rows]
-    return rows if is_stacked else rows[0]
+        rows = [form.rounded(row, spec.inputs, _layer_spec(spec).lead) for row in rows]
+    return rows if spec.is_stacked else rows[0]
 
 
 def _layer_spec(spec: ParamSpec) -> ParamSpec:

@@ -71,4 +71,4 @@ def test_pages_are_not_copied(name):
     assert re.findall(r"custom-call\(.*/(\w+)/triton_kernel_call", text) == kernels
     size = sum(p.size * p.dtype.itemsize for p in pages)
     assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 8, "no copy of pages"
+    assert memory.temp_size_in_bytes < size / 2, "no copy of pages"

@@ -112,13 +112,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)  # samples of one request must not share their outputs
 
-    @property
-    def is_launched(self) -> bool:
-        """True if no step is left to plan: the engine reads its results and finishes it."""
-        if self.sampled:
-            return len(self.tokens) + self.flying >= self.limit
-        return self.computed == len(self.tokens)
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -237,13 +230,12 @@ class Scheduler:
     def _decode(self, plan: Plan) -> bool:
         """Plans one token for each row whose last one is on the device; False: drain first.
 
-        Preempts sequences until each row has its page. A sequence alone always has (`add`). Rows
-        are never more than a step's tokens, as each drew its first one in a step with the others.
+        Preempts sequences until each row has its page. A sequence alone always has (`add`).
         """
         while True:
             running = self.running.values()
-            rows = [s for s in running if s.sampled and not s.is_launched]
-            rows = [s for s in rows if not (s.waits and s.flying)]
+            rows = [s for s in running if s.sampled and len(s.tokens) + s.flying < s.limit]
+            rows = [s for s in rows if not (s.waits and s.flying)][: self.limits.tokens]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
@@ -354,7 +346,7 @@ class Scheduler:
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages, sequence.sampled, sequence.drafts = -1, [], False, []
-        sequence.computed = sequence.published = sequence.passed = 0
+        sequence.computed = sequence.passed = 0
 
     def _leave_windows(self) -> None:
         """Releases pages that neither this step's queries nor later ones see."""

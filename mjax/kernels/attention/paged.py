@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.attention.api import masked_scores
@@ -67,16 +68,8 @@ def write_pages(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Arr
 
     A donated array is written in place. No two tokens may have one slot, but in page 0.
     """
-    count, heads, size = pages.shape[:3]
-    # Rows of one matrix: XLA would transpose the pages for a scatter along two axes.
-    flat = pages.reshape(count * heads * size, *pages.shape[3:])
-    first = page * (heads * size) + slot
-    places = first[:, None] + jnp.arange(heads, dtype=jnp.int32) * size
-    new = new.astype(pages.dtype)
     # What page 0 holds does not matter, so neither does the order of writes to it.
-    return (
-        flat.at[places].set(new, mode="promise_in_bounds", unique_indices=True).reshape(pages.shape)
-    )
+    return pages.at[page, :, slot].set(new.astype(pages.dtype), unique_indices=True)
 
 
 @jax.named_scope("sdpa")
@@ -110,7 +103,8 @@ def paged_attention(
     if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
         return _reference(q, keys, values, rows, call, sinks, scales, value_size)
     arrays = PagedArrays(q, keys, values, rows, sinks, scales)
-    return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits_for(arrays, each))
+    splits = splits_for(arrays, each) if each else None
+    return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ class Splits(NamedTuple):
     walkers: int
 
 
-# Rows times kv heads, and the most tokens of a split with no more of them: GPUs want some hundred
+# Tiles of all rows, and the most tokens of a split with no more of them: GPUs want some hundred
 # programs, and longer splits cost less. Measured on an H100.
 SPLIT_TOKENS = ((32, 256), (256, 512), (1 << 30, 1024))
 MOST_SPLITS = 32  # of a row: memory for their parts
@@ -209,22 +203,20 @@ MOST_PROGRAMS = 4096  # those beyond a row's length cost their start
 def tile_for(arrays: PagedArrays, each: int | None) -> PagedTile:
     """The tile for `each` new tokens of each row, one or a few, or None: for any number."""
     width, page = arrays.q.shape[-1], arrays.keys.shape[2]
-    is_latent = arrays.values is None
+    queries = min(max(power_of_2(each * arrays.group), 16), 64) if each else 128
+    if arrays.values is None:
+        queries = min(queries, 64)
+        return PagedTile(queries, 32, 4 if queries == 16 else 8, 2 if queries == 64 else 3)
     if each is None:
-        if is_latent:
-            return PagedTile(64, 32, 8, 2)
-        return PagedTile(128, min(64, page), 8, 3 if width <= 128 else 2)
-    queries = min(max(power_of_2(each * arrays.group), 16), 32 if is_latent else 64)
-    warps = 8 if is_latent and queries > 16 else 4
-    return PagedTile(queries, min(64 if width <= 128 else 32, page), warps, 3)
+        return PagedTile(queries, min(64, page), 8, 3 if width <= 128 else 2)
+    return PagedTile(queries, min(64 if width <= 128 else 32, page), 4, 3)
 
 
-def splits_for(arrays: PagedArrays, each: int | None) -> Splits | None:
+def splits_for(arrays: PagedArrays, each: int) -> Splits:
     """The splits of rows with tables of this width; they do not depend on lengths."""
-    if each is None:
-        return None
     count, width = arrays.rows.tables.shape
-    programs = count * arrays.keys.shape[1]
+    tiles = -(-each * arrays.group // tile_for(arrays, each).queries)
+    programs = count * arrays.keys.shape[1] * tiles
     tokens = next(tokens for most, tokens in SPLIT_TOKENS if programs <= most)
     pages = max(tokens // arrays.keys.shape[2], power_of_2(-(-width // MOST_SPLITS)))
     walkers = max(1, min(-(-width // pages), MOST_PROGRAMS // programs))
@@ -254,9 +246,10 @@ def attend_by_tiles(
         split, count = splits.pages * page, -(-constants["M"] // splits.pages)
         tiles = constants["ROWS"] * -(-each * arrays.group // tile.queries) * walkers
     shared |= {"SPLIT": split, "SPLITS": count}
-    means = jax.ShapeDtypeStruct((*q.shape[:2], count, constants["H"]), jnp.float32)
+    size = constants["WIDTH"] - constants["TAIL"]
+    means = jax.ShapeDtypeStruct((*q.shape[:2], count, size), jnp.float32)
     sums = jax.ShapeDtypeStruct(means.shape[:3], jnp.float32)
-    out = jax.ShapeDtypeStruct((*q.shape[:2], constants["H"]), q.dtype)
+    out = jax.ShapeDtypeStruct((*q.shape[:2], size), q.dtype)
     made = triton_call(
         attend_to_pages,
         _operands(arrays),
@@ -280,6 +273,7 @@ def attend_by_tiles(
         programs=q.shape[0] * q.shape[1],
         warps=max(1, min(8, room * constants["H"] // 2048)),
         HEADS=q.shape[1],
+        SIZE=size,
         ROOM=room,
         **shared,
     )[0]
@@ -293,10 +287,11 @@ def power_of_2(least: int) -> int:
 def _operands(arrays: PagedArrays) -> list[jax.Array]:
     """The arrays that our kernel takes; those that it does not read have one element."""
     q, rows = arrays.q, arrays.rows
-    values = jnp.zeros(1, q.dtype) if arrays.values is None else arrays.values
-    scales = arrays.scales or (jnp.zeros(1, jnp.float32),) * 2
-    sinks = jnp.full(q.shape[1], -jnp.inf) if arrays.sinks is None else arrays.sinks
-    sinks = sinks.astype(jnp.float32)
+    values = np.zeros(1, q.dtype) if arrays.values is None else arrays.values
+    scales = arrays.scales or (np.zeros(1, np.float32),) * 2
+    # one for all heads, which is a constant: XLA fills arrays by a kernel
+    sinks = np.full(1, -np.inf) if arrays.sinks is None else arrays.sinks
+    sinks = sinks.astype(np.float32)
     return [q, arrays.keys, values, *scales, sinks, rows.tables, rows.lengths, rows.starts]
 
 
@@ -304,7 +299,7 @@ def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> di
     """The constants that our kernel is compiled for; a window as long as a table is none."""
     count, width = arrays.rows.tables.shape
     _, kv_heads, page, channels = arrays.keys.shape
-    size = 1 << (channels.bit_length() - 1)
+    size = channels if arrays.values is not None else 1 << (channels.bit_length() - 1)
     return dict(
         M=width,
         T=len(arrays.q),
@@ -313,9 +308,11 @@ def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> di
         EACH=each or 0,
         KV_HEADS=kv_heads,
         GROUP=arrays.group,
-        H=size,
+        H=power_of_2(size),
+        WIDTH=channels,
         TAIL=channels - size,
         PAGE=page,
+        SINKS=int(arrays.sinks is not None),
         SCALE=call.scale,
         SOFTCAP=call.softcap or 0,
         WINDOW=call.window if call.window is not None and call.window < width * page else 0,

@@ -4,10 +4,11 @@ Exponentials are to base 2. Scores, sums and log-sum-exps are fp32; products rea
 queries' dtype. A tile of queries is packed: number m of a row and kv head is head m % GROUP of the
 row's new token m // GROUP. So keys are read once for all heads that share them.
 
-H: channels of values. TAIL: channels of keys after the first H, or 0. With a tail, attention is
-latent: the first H channels of keys are the values. SOFTCAP, WINDOW: 0 where there is none. SPLIT:
-keys of a split, or 0: a program takes all keys that its tile sees. WALKERS programs of a tile take
-its splits by turns. Padding is a last row without keys.
+WIDTH: channels of keys. Values have as many, but for a TAIL: then attention is latent, and the
+first H channels of keys are the values. H: a power of 2, no less than the channels of values.
+SOFTCAP, WINDOW: 0 where there is none. SINKS: 0 where all heads have one. SPLIT: keys of a split,
+or 0: a program takes all keys that its tile sees. WALKERS programs of a tile take its splits by
+turns. Padding is a last row without keys.
 """
 
 import triton
@@ -37,8 +38,10 @@ def attend_to_pages(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     H: tl.constexpr,
+    WIDTH: tl.constexpr,
     TAIL: tl.constexpr,
     PAGE: tl.constexpr,
+    SINKS: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -61,18 +64,18 @@ def attend_to_pages(
     within, position = packed < new * GROUP, length - new + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     place = (start + packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
-    query, tail = _queries(q, place, within, H, TAIL)
-    sink = tl.load(sinks + head, within, other=NEVER) * LOG2E
+    query, tail = _queries(q, place, within, H, WIDTH, TAIL)
+    sink = tl.load(sinks + head * SINKS, within, other=NEVER) * LOG2E
     for split in tl.range(first + walker, last, WALKERS):
         mean, total = _walk(
             query, tail, position, tl.where(split == first, sink, NEVER), tables + row * M,
             _keys_of_tile(length, new, tile, split, GROUP, WINDOW, SPLIT, QUERIES, KEYS),
-            keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, TAIL, PAGE,
-            SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
+            keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, WIDTH, TAIL,
+            PAGE, SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
         )  # fmt: skip
         at = place * SPLITS + split
-        of_out = out + at[:, None] * H + tl.arange(0, H)[None]
-        tl.store(of_out, mean.to(out.dtype.element_ty), within[:, None])
+        to, is_own = _tile_of(out, at, within, 0, H, WIDTH - TAIL)
+        tl.store(to, mean.to(out.dtype.element_ty), is_own)
         if SPLIT:
             tl.store(sums + at, total, within)
 
@@ -86,14 +89,15 @@ def merge_splits(
     EACH: tl.constexpr,
     HEADS: tl.constexpr,
     H: tl.constexpr,
+    SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Write out [T, N, H]: the mean of the splits of a token's row, weighted by their sums.
+    """Write out [T, N, SIZE]: the mean of the splits of a token's row, weighted by their sums.
 
-    A program takes a head of a token. ROOM is a power of 2, at least SPLITS.
+    A program takes a head of a token. Powers of 2: ROOM, at least SPLITS, and H, at least SIZE.
     """
     program = tl.program_id(0)
     length = tl.load(lengths + program // (HEADS * EACH))
@@ -101,13 +105,15 @@ def merge_splits(
     split = tl.arange(0, ROOM)
     is_own = (split >= first) & (split < last)
     at = program.to(tl.int64) * SPLITS + split
-    columns = tl.arange(0, H)
     part = tl.load(sums + at, is_own, other=NEVER)
-    mean = tl.load(means + at[:, None] * H + columns[None], is_own[:, None], other=0.0)
+    of_splits, mask = _tile_of(means, at, is_own, 0, H, SIZE)
+    mean = tl.load(of_splits, mask, other=0.0)
     weight = tl.exp2(part - tl.maximum(tl.max(part, 0), LOWEST))
     total = tl.sum(weight, 0)
     mean = tl.sum(mean * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + program.to(tl.int64) * H + columns, mean.to(out.dtype.element_ty))
+    column = tl.arange(0, H)
+    at = out + program.to(tl.int64) * SIZE + column
+    tl.store(at, mean.to(out.dtype.element_ty), column < SIZE)
 
 
 @triton.jit
@@ -160,26 +166,36 @@ def _keys_of_tile(length, new, tile, split, GROUP, WINDOW, SPLIT, QUERIES, KEYS)
 
 
 @triton.jit
-def _queries(q, place, within, H, TAIL):
+def _tile_of(x, rows, is_there, FIRST, COUNT, WIDTH):
+    """(pointers, mask) of rows of x, WIDTH wide: up to COUNT channels from FIRST on."""
+    channel = FIRST + tl.arange(0, COUNT)[None]
+    mask = is_there[:, None]
+    if FIRST + COUNT > WIDTH:
+        mask = mask & (channel < WIDTH)
+    return x + (rows[:, None] * WIDTH + channel), mask
+
+
+@triton.jit
+def _queries(q, place, within, H, WIDTH, TAIL):
     """Both parts of a tile of queries; without a tail, the first twice."""
-    at = q + place[:, None] * (H + TAIL) + tl.arange(0, H)[None]
-    query = tl.load(at, within[:, None], other=0.0)
+    at, mask = _tile_of(q, place, within, 0, H, WIDTH)
+    query = tl.load(at, mask, other=0.0)
     tail = query
     if TAIL:
-        at = q + place[:, None] * (H + TAIL) + H + tl.arange(0, TAIL)[None]
-        tail = tl.load(at, within[:, None], other=0.0)
+        at, mask = _tile_of(q, place, within, H, TAIL, WIDTH)
+        tail = tl.load(at, mask, other=0.0)
     return query, tail
 
 
 @triton.jit
 def _channels(x, first, is_there, like, FIRST, COUNT, WIDTH):
-    """A tile of tokens in pages of WIDTH channels: COUNT channels from FIRST on, as `like`.
+    """A tile of tokens from `first` on, as `_tile_of` says, in the dtype of `like`.
 
     Slots after a row's last may hold NaN, of which zero times is NaN: they are read as zeros.
     """
-    token, channel = tl.arange(0, is_there.shape[0])[:, None], tl.arange(0, COUNT)[None]
-    at = x + first * WIDTH + (token * WIDTH + FIRST + channel)
-    tile = tl.load(at, is_there[:, None], other=0.0)
+    token = tl.arange(0, is_there.shape[0])
+    at, mask = _tile_of(x + first * WIDTH, token, is_there, FIRST, COUNT, WIDTH)
+    tile = tl.load(at, mask, other=0.0)
     if tile.dtype == tl.float8e4nv:
         # steps that run at full speed; a GPU takes far longer from fp16 to bf16
         tile = tile.to(tl.float16).to(tl.float32)
@@ -209,6 +225,7 @@ def _walk(
     kv_head,
     KV_HEADS,
     H,
+    WIDTH,
     TAIL,
     PAGE,
     SCALE,
@@ -233,10 +250,10 @@ def _walk(
         there = slot < end
         first = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + start % PAGE
         page = tl.load(table + (start + KEYS) // PAGE, start + KEYS < end, other=0)
-        key = _channels(keys, first, there, query, 0, H, H + TAIL)
+        key = _channels(keys, first, there, query, 0, H, WIDTH)
         scores = tl.dot(query, tl.trans(key))
         if TAIL:
-            rest = _channels(keys, first, there, query, H, TAIL, H + TAIL)
+            rest = _channels(keys, first, there, query, H, TAIL, WIDTH)
             scores = tl.dot(tail, tl.trans(rest), scores)
         if SCALED:
             scores *= tl.load(key_scales + first + slot - start, there, other=0.0)[None]
@@ -248,7 +265,7 @@ def _walk(
         weights, left, top, total = softmax_step(scores, top, total, factor)
         value = key
         if TAIL == 0:
-            value = _channels(values, first, there, query, 0, H, H)
+            value = _channels(values, first, there, query, 0, H, WIDTH)
         if SCALED:
             weights *= tl.load(value_scales + first + slot - start, there, other=0.0)[None]
         mean = tl.dot(weights.to(query.dtype), value, mean * left[:, None])

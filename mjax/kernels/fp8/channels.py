@@ -18,55 +18,61 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from mjax.kernels.base.chooser import choose
+from mjax.kernels.base.chooser import GROUPED_8_BITS, choose, mosaic_grouped_lacks, this_device
 from mjax.kernels.base.triton_call import triton_call
 from mjax.kernels.elementwise.gate import E4M3
 from mjax.kernels.fp8.quantize import quantize_to, scale_of
+from mjax.kernels.matmul.grouped import grouped_matmul, grouped_matmul8
 from mjax.sharding.spec import ParamSpec
 
 FEWEST_ROWS = 16  # of a product of 8 bits, by cuBLASLt or our kernel
-PROGRAMS = 256  # of our kernel that are enough for a GPU
+READ_BY_PARTS = ("kv_b",)  # matmuls whose weights decoding reads by parts, in other products
+ENOUGH_PROGRAMS = 256  # of our kernel that are enough for a GPU
 
 
 @register_dataclass
 @dataclass(frozen=True)
 class Channels8:
-    """A weight [*inputs, *outputs] in e4m3.
+    """A weight [*lead, *inputs, *outputs] in e4m3.
 
-    values: e4m3 [*outputs, *inputs]; GPUs contract minor axes of 8-bit operands only.
-    scales: fp32 [*outputs], the factors that give the weight back.
-    inputs: how many axes are contracted.
+    values: e4m3 [*lead, *outputs, *inputs]; GPUs contract minor axes of 8-bit operands only.
+    scales: fp32 [*lead, *outputs], the factors that give the weight back.
+    inputs: how many axes are contracted. lead: how many enumerate matrices: 1 of experts.
     """
 
     values: jax.Array
     scales: jax.Array
     inputs: int = field(default=1, metadata={"static": True})
+    lead: int = field(default=0, metadata={"static": True})
 
     @staticmethod
     def takes(spec: ParamSpec) -> bool:
-        """Whether the weight has this form: of matmuls that are not of experts or in fp32."""
-        return spec.takes_fp8 and not (spec.is_of_experts or spec.precise or spec.counts)
+        """Whether the weight of a matmul has this form."""
+        return spec.takes_fp8 and spec.matmul not in READ_BY_PARTS and not spec.precise
 
     @classmethod
-    def rounded(cls, value: jax.Array, inputs: int) -> "Channels8":
-        """Round a weight [*inputs, *outputs] of any float dtype."""
-        contracted = tuple(range(inputs))
-        scale = scale_of(jnp.max(jnp.abs(value), contracted).astype(jnp.float32), E4M3)
+    def rounded(cls, value: jax.Array, inputs: int, lead: int = 0) -> "Channels8":
+        """Round a weight [*lead, *inputs, *outputs] of any float dtype."""
+        contracted = tuple(range(lead, lead + inputs))
+        top = jnp.max(jnp.abs(value), contracted, keepdims=True)
+        scale = scale_of(top.astype(jnp.float32), E4M3)
         values = quantize_to(value, scale, E4M3)
-        return cls(_outputs_first(values, inputs), 1 / scale, inputs)
+        factors = (1 / scale).squeeze(contracted)
+        return cls(_outputs_first(values, inputs, lead), factors, inputs, lead)
 
     @classmethod
     def partition(cls, cut: PartitionSpec, spec: ParamSpec) -> "Channels8":
         """Partitions of its arrays, where the weight of a layer has the partition `cut`."""
-        entries = *cut, *[None] * (len(spec.shape) - len(cut))
-        inputs, outputs = entries[: spec.inputs], entries[spec.inputs :]
-        return cls(PartitionSpec(*outputs, *inputs), PartitionSpec(*outputs), spec.inputs)
+        entries, first = (*cut, *[None] * (len(spec.shape) - len(cut))), spec.lead + spec.inputs
+        outputs = *entries[: spec.lead], *entries[first:]
+        values = PartitionSpec(*outputs, *entries[spec.lead : first])
+        return cls(values, PartitionSpec(*outputs), spec.inputs, spec.lead)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
-        outputs = self.scales.ndim
-        return self.values.shape[outputs:] + self.values.shape[:outputs]
+        sizes, lead, outputs = self.values.shape, self.lead, self.scales.ndim
+        return sizes[:lead] + sizes[outputs:] + sizes[lead:outputs]
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Channels8":
         """The weight of some of its outputs: `take` picks them from arrays [1 axis, *outputs]."""
@@ -74,17 +80,35 @@ class Channels8:
         return replace(self, values=_outputs_first(values, 1), scales=take(self.scales[None])[0])
 
     def dequantized(self, dtype: jnp.dtype) -> jax.Array:
-        """The weight as an array [*inputs, *outputs] in `dtype`."""
-        axes = tuple(range(self.scales.ndim))
-        values = jnp.moveaxis(self.values, axes, tuple(a + self.inputs for a in axes))
-        return (values.astype(dtype) * self.scales.astype(dtype)).astype(dtype)
+        """The weight as an array in `dtype`."""
+        last = range(-self.inputs, 0)
+        first = range(self.lead, self.lead + self.inputs)
+        values = jnp.moveaxis(self.values.astype(dtype), last, first)
+        return values * jnp.expand_dims(self.scales.astype(dtype), tuple(first))
 
     def product(self, x: jax.Array) -> jax.Array:
-        """The product with x [M, K] -> [M, N] in x's dtype."""
+        """The product of one matrix with x [M, K] -> [M, N] in x's dtype."""
         matrix, scales = self.values.reshape(-1, x.shape[1]), self.scales.reshape(-1)
         if choose("channels8", x.dtype, (*x.shape, len(matrix))).name == "triton":
             return multiply_few(x, matrix, scales, tile_of(*matrix.shape))
-        return _multiply(x, matrix, scales)
+        return multiply_rounded(x, matrix, scales)
+
+    def grouped_product(self, x: jax.Array, sizes: jax.Array, implementation: str) -> jax.Array:
+        """Rows [M, K], sorted by matrix, times theirs -> [M, N]; `sizes` as in `grouped_matmul`."""
+        count, width = x.shape
+        padded = -(-count // GROUPED_8_BITS) * GROUPED_8_BITS
+        matrices = self.values.reshape(len(sizes), -1, width)
+        facts = E4M3, (padded, *matrices.shape), this_device()
+        if implementation == "mosaic" and mosaic_grouped_lacks(*facts):
+            values = self.dequantized(x.dtype).reshape(len(sizes), width, -1)
+            return grouped_matmul(x, values, sizes, implementation)
+        rows, factors = _rounded_rows(x)
+        rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+        one = jnp.float32(1)
+        y = grouped_matmul8(rows, matrices, sizes, one, x.dtype, implementation)[:count]
+        of_row = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(count), side="right")
+        scales = jnp.take(self.scales.reshape(len(sizes), -1), of_row, axis=0, mode="clip")
+        return (y * factors * scales).astype(x.dtype)
 
 
 class ChannelTile(NamedTuple):
@@ -100,7 +124,7 @@ class ChannelTile(NamedTuple):
 def tile_of(outputs: int, inputs: int) -> ChannelTile:
     """The tile for a weight [N, K]: inputs are split until programs fill a GPU twice."""
     splits, programs = 1, -(-outputs // ChannelTile().outputs)
-    while splits * programs < PROGRAMS and inputs % (2 * splits * ChannelTile().inputs) == 0:
+    while splits * programs < ENOUGH_PROGRAMS and inputs % (2 * splits * ChannelTile().inputs) == 0:
         splits *= 2
     return ChannelTile(splits=splits)
 
@@ -150,18 +174,24 @@ def round_by_kernel(x: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _multiply(x: jax.Array, matrix: jax.Array, scales: jax.Array) -> jax.Array:
+def multiply_rounded(x: jax.Array, matrix: jax.Array, scales: jax.Array) -> jax.Array:
     """`multiply_few` of any number of rows, in plain JAX."""
     count, contract = len(x), (((1,), (1,)), ((), ()))
-    scale = scale_of(jnp.max(jnp.abs(x), -1, keepdims=True).astype(jnp.float32), E4M3)
-    rows = quantize_to(x, scale, E4M3)
+    rows, factors = _rounded_rows(x)
     if count < FEWEST_ROWS:
         rows = jnp.pad(rows, ((0, FEWEST_ROWS - count), (0, 0)))
+    # XLA would make one product of two weights for the same rows, and copy both for it each time.
+    rows, matrix = lax.optimization_barrier((rows, matrix))
     y = lax.dot_general(rows, matrix, contract, preferred_element_type=x.dtype)[:count]
-    return (y * (1 / scale) * scales).astype(x.dtype)
+    return (y * factors * scales).astype(x.dtype)
 
 
-def _outputs_first(value: jax.Array, inputs: int) -> jax.Array:
-    """[*inputs, *outputs] -> [*outputs, *inputs]."""
-    axes = tuple(range(inputs))
-    return jnp.moveaxis(value, axes, tuple(a - inputs for a in axes))
+def _rounded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [M, K] in e4m3, and the factors [M, 1] that give it back."""
+    scale = scale_of(jnp.max(jnp.abs(x), -1, keepdims=True).astype(jnp.float32), E4M3)
+    return quantize_to(x, scale, E4M3), 1 / scale
+
+
+def _outputs_first(value: jax.Array, inputs: int, lead: int = 0) -> jax.Array:
+    """[*lead, *inputs, *outputs] -> [*lead, *outputs, *inputs]."""
+    return jnp.moveaxis(value, range(lead, lead + inputs), range(-inputs, 0))

@@ -61,6 +61,24 @@ def test_some_outputs_of_a_weight_are_those_of_its_value():
     np.testing.assert_array_equal(part.dequantized(jnp.float32), whole[:, :, 1:2])
 
 
+def test_rows_of_experts_are_rounded_with_their_own_experts_outputs():
+    experts, sizes = 3, jnp.asarray([4, 0, 5], jnp.int32)  # the last row is of none
+    x, w = drawn(10, 24, experts * 16)
+    w = np.float32(np.moveaxis(w.reshape(24, experts, 2, 8), 1, 0))
+    held = Channels8.rounded(jnp.asarray(w), 1, lead=1)
+    assert held.shape == w.shape and held.scales.shape == (3, 2, 8)
+    for expert in range(experts):
+        one = Channels8.rounded(jnp.asarray(w[expert]), 1)
+        np.testing.assert_array_equal(held.scales[expert], one.scales)
+        dequantized = held.dequantized(jnp.float32)[expert]
+        np.testing.assert_array_equal(dequantized, one.dequantized(jnp.float32))
+    y = np.asarray(held.grouped_product(jnp.asarray(x), sizes, "xla"))
+    x8, wide = rounded(x, 1), rounded(w, 1).reshape(experts, 24, -1)
+    expected = np.stack([x8[i] @ wide[0 if i < 4 else 2] for i in range(9)] + [np.zeros(16)])
+    scale = np.stack([np.abs(x8[i]) @ np.abs(wide[0 if i < 4 else 2]) for i in range(10)])
+    assert np.max(np.abs(y - expected) / scale) < 1e-6
+
+
 @pytest.mark.parametrize(
     "rows, width, outputs, tile",
     [(5, 64, 40, ChannelTile(16, 32, 2)), (16, 96, 32, ChannelTile(32, 32, 1))],

@@ -44,6 +44,7 @@ class Operations:
             priority=draw(0, 2),
             salt=(("salt", draw(0, 1)),),
             reads_prefix=draw(0, 4) > 0,
+            waits=draw(0, 5) == 0,
         )
         self.count += 1
         try:
@@ -146,20 +147,19 @@ TestMachine.settings = settings(
 def test_random_operations_keep_every_law(operations):
     """Each token reads its own history, each sequence ends, pages are counted (`Toy`)."""
     source = random.Random(operations)
+    names = ["add", "step", "read", "abort", "forget"]
     done = preemptions = hits = 0
     while done < operations:
         toy = random_engine(source.randint)
         run = Operations(toy, source.randint)
         for _ in range(500):
-            name = source.choices(["add", "step", "read", "abort", "forget"], [20, 40, 25, 1, 0.2])[
-                0
-            ]
+            name = source.choices(names, [20, 40, 25, 1, 0.2])[0]
             getattr(run, name)()
             done += 1
         toy.finish()
         preemptions += toy.preemptions
         hits += sum(sequence.hits for sequence in toy.clients)
-    assert preemptions > operations / 500 and hits > operations / 20
+    assert preemptions > operations / 1000 and hits > operations / 20
 
 
 def add(toy: Toy, tokens, new=4, **fields) -> Sequence:
@@ -230,6 +230,16 @@ def test_samples_of_one_prompt_compute_it_once(chunk):
     assert [c.sequence for c in plan.chunks] == [samples[0], other][: 1 + (chunk == 100)]
     toy.finish()
     assert [toy.computed[s] for s in samples] == [21, 1, 1, 1]
+
+
+def test_nobody_waits_for_pages_that_are_cached():
+    toy = build()
+    for reads_prefix in (True, False):
+        add(toy, [7] * 7, 0, reads_prefix=reads_prefix)
+        sequence = add(toy, [7] * 5, 0)
+        plan = toy.step()
+    assert plan.chunks[-1].sequence is sequence and sequence.hits == PAGE
+    toy.finish()
 
 
 def test_salts_keep_prefixes_apart():

@@ -98,6 +98,11 @@ class Toy:
         for sequence in plan.preempted:
             assert not sequence.flying and sequence.queued
             assert all(s in running for s in self.scheduler.running.values())
+        if any(s not in running for s in self.scheduler.running.values()):
+            growing = [
+                s.limit - 1 > len(s.pages) * self.pool.page for s in self.scheduler.running.values()
+            ]
+            assert self.pool.available >= sum(growing), "the next steps preempt a newcomer"
         self.preemptions += len(plan.preempted)
         self.launch(plan)
         self.check()
@@ -110,6 +115,10 @@ class Toy:
         work += [(c.sequence, c.first, c.count, c.samples) for c in plan.chunks]
         assert len({id(sequence) for sequence, *_ in work}) == len(work)
         for sequence in plan.decode:
+            if self.scheduler.window is not None:
+                unseen = sequence.computed - 1 - self.scheduler.window
+                assert not any(sequence.pages[: max(0, unseen) // self.pool.page])
+            assert not sequence.waits or sequence.flying == 1
             client = self.clients[sequence]
             assert self.last[sequence.slot] == client.tokens[sequence.computed - 1]
         for chunk in plan.chunks:
@@ -169,6 +178,7 @@ class Toy:
             known = min(len(sequence.tokens), sequence.computed) // pool.page
             assert all(owners[page] == 1 for page in sequence.pages[known:] if page)
         waiting = self.scheduler.waiting
+        assert not any(s.computed or s.flying or s.pages or s.sampled for s in waiting)
         for sequence, client in self.clients.items():
             places = (sequence.slot >= 0) + (sequence in waiting)
             assert places == (not client.has_ended)
