@@ -10,13 +10,14 @@ from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 
 
-def limits_of(cfg: ModelConfig, given: Limits) -> Limits:
+def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
     """Limits that a model allows: its length, and one prompt at a time where it has states."""
     length = given.length
     if cfg.position_embedding != "relative":
         length = min(length, cfg.max_position_embeddings)
     alone = given.prefill_alone or keeps_states(cfg)
-    return replace(given, length=length, prefill_alone=alone)
+    once = given.computes_once or batch_invariant
+    return replace(given, length=length, prefill_alone=alone, computes_once=once)
 
 
 def keeps_states(cfg: ModelConfig) -> bool:

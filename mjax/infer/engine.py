@@ -102,6 +102,7 @@ class Engine:
         weight_dtype: str | None = None,
         cache_prefixes: bool = True,
         fixed_rows: bool = False,
+        batch_invariant: bool = False,
         donate: bool = False,
         drafts: int = 0,
         drafter: Callable[[], Drafter] = RepeatedText,
@@ -114,6 +115,8 @@ class Engine:
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
         weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
         fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
+        batch_invariant: whether the bits of a request do not depend on what runs beside it. All
+            steps then have the largest size, and a text begins when all its pages are free.
         donate: frees `params` while they are copied.
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
             between steps; it pays where few texts repeat themselves much.
@@ -124,12 +127,13 @@ class Engine:
         require_generator(cfg)
         check_engine(cfg, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
-        self.limits = limits = limits_of(cfg, limits)
+        self.limits = limits = limits_of(cfg, limits, batch_invariant)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
-        rows = powers_of_two(1, limits.rows)
-        self._sizes = rows[-1:] if fixed_rows else rows, powers_of_two(16, limits.chunk)
+        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        decode = rows[-1:] if fixed_rows or batch_invariant else rows
+        self._sizes = decode, tokens[-1:] if batch_invariant else tokens
         self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
         width = -(-(limits.length + drafts) // PAGE)
         self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]

@@ -38,6 +38,8 @@ class Limits:
     - length: tokens of a sequence, outputs counted.
     - queued, queued_tokens: sequences and their tokens that may wait. None: any number.
     - prefill_alone: at most one chunk a step, for models with recurrent layers.
+    - computes_once: a sequence begins with the pages of its whole text, so it is never preempted,
+      and only pages of prompts are shared. So no token that decoding computed is prefilled.
     """
 
     rows: int = 256
@@ -47,6 +49,7 @@ class Limits:
     queued: int | None = None
     queued_tokens: int | None = None
     prefill_alone: bool = False
+    computes_once: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "chunk", "length"):
@@ -80,6 +83,7 @@ class Sequence:
     - admissions: how often it was admitted; all but the first follow a preemption.
     - arrival: its place among all sequences, -1 before `add`.
     - queued: True while it waits.
+    - prompt: tokens that it was added with.
     - hashes: of its full pages. The first `published` of them are known to the pool.
     - passed: pages that have left the window.
     - generation: `PagePool.generation` at its admission.
@@ -110,6 +114,7 @@ class Sequence:
     generation: int = 0
 
     def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
         self.tokens = list(self.tokens)  # samples of one request must not share their outputs
 
 
@@ -324,6 +329,8 @@ class Scheduler:
         """
         pool = self.pool
         needed = self._pages(len(sequence.tokens))
+        if self.limits.computes_once:
+            needed = self._most_pages(sequence)
         reserve += self._may_grow(sequence, needed)
         hits = pool.match(hashes)
         if needed - len(hits) + reserve > pool.available:
@@ -363,7 +370,8 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Shares full pages of known tokens, unless the weights have changed since admission."""
         pool = self.pool
-        full = min(sequence.computed, len(sequence.tokens)) // pool.page
+        known = sequence.prompt if self.limits.computes_once else len(sequence.tokens)
+        full = min(sequence.computed, known) // pool.page
         if full == sequence.published or sequence.whole or not pool.cache_prefixes:
             return
         if sequence.generation == pool.generation:
