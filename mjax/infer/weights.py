@@ -11,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
 from mjax.kernels.fp8.channels import Channels8
@@ -58,6 +58,24 @@ def take_apart(
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def mesh_of(params: dict) -> Mesh | None:
+    """The mesh that parameters are sharded over; None on a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def require_weights(specs: dict, params: dict) -> None:
+    """Raise `UserError` for arrays that are not the parameters of a model with these specs."""
+    wanted, model = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
+    if jax.tree.structure(params) != model:
+        raise UserError("the weights are not those of this model: other names; give its own")
+    for (path, spec), given in zip(wanted, jax.tree.leaves(params), strict=True):
+        shape = getattr(given, "shape", None)
+        if not isinstance(given, jax.Array) or shape != spec.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise UserError(f"weights: {name} is {type(given).__name__} {shape}, not {spec.shape}")
 
 
 def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from mjax.kernels.base.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
-PAGED_HEADS = ((64, 64), (128, 128), (256, 256), (576, 512))  # keys and values, of paged attention
-PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it, or are divided by it
+PAGED_HEADS = 16, 256  # paged attention: what sizes of heads are multiples of, and the largest
+LATENT_HEADS = 576, 512  # its keys and values where these are a part of keys
+PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
@@ -427,7 +428,8 @@ def _paged_attention(x: Inputs, *, call: AttentionCall, value_size: int, page: i
         return Choice("xla", "train.attention asks for it")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Choice("xla", f"our kernels take no {x.dtype}")
-    if sizes not in PAGED_HEADS:
+    fits = sizes[0] == value_size <= PAGED_HEADS[1] and value_size % PAGED_HEADS[0] == 0
+    if sizes != LATENT_HEADS and not fits:
         return Choice("xla", f"our kernels have no keys of {sizes[0]} with values of {sizes[1]}")
     if page not in PAGES:
         return Choice("xla", f"our kernels take pages of {PAGES} tokens, not {page}")

@@ -24,7 +24,6 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
-from mjax.models.attention.paged import PagedLatents
 from mjax.models.attention.positions import apply_rope
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
@@ -98,7 +97,7 @@ class MLA(BranchModule):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: Latents | PagedLatents | None = None,
+        cache: Latents | None = None,
     ) -> BranchOutput:
         ctx = inputs.ctx
         q = self._queries(x, inputs)
@@ -111,7 +110,9 @@ class MLA(BranchModule):
         if cache is not None:
             cache = cache.write(latent, new)
             call = replace(call, implementation="xla")
-        if cache is not None and cache.reads_as_they_are(q.shape[1]):
+        adapter = weight_of(self.kv_b).adapter
+        is_one_weight = adapter is None or adapter.scales is None
+        if cache is not None and cache.reads_as_they_are(q.shape[1]) and is_one_weight:
             attend = partial(cache.attend, call=call, arrays=arrays, new=new)
             out = self._absorbed(q, attend)
         else:

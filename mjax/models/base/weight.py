@@ -76,7 +76,8 @@ class Weight:
         length = adapter.magnitude
         if length is not None:
             length = take(length)
-        adapter = replace(adapter, b=take(adapter.b), magnitude=length)
+        take_b = take if adapter.scales is None else jax.vmap(take)
+        adapter = replace(adapter, b=take_b(adapter.b), magnitude=length)
         return replace(self, value=value, adapter=adapter)
 
 
