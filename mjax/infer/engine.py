@@ -10,38 +10,49 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
+from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
+from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
+from mjax.infer.programs import (
+    CHUNKS,
+    EnginePrograms,
+    PoolSizes,
+    StepState,
+    StepTokens,
+    fitting_pages,
+)
 from mjax.infer.records import (
     Records,
     Request,
     Sample,
     Work,
+    drafts_of,
     flat_ids,
     holding,
+    kept_places,
     powers_of_two,
+    read_scores,
     rules_of,
+    shown_tokens,
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
-from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
+from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import mesh_of, take_apart
+from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
 from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
 from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
@@ -59,11 +70,18 @@ class Update(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A program in flight: what it draws, for which samples by place, with which weights."""
+    """A program in flight.
+
+    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    version: of the weights. drafts: of the rows, int32 [R, k], or None.
+    """
 
     drawn: Drawn
+    scores: Scored | None
     samples: dict[int, Sample]
     version: int
+    drafts: np.ndarray | None
+    work: list[list[Work]]
 
 
 class Engine:
@@ -81,52 +99,71 @@ class Engine:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pages: int | None = None,
         cache_dtype: str | None = None,
+        weight_dtype: str | None = None,
         cache_prefixes: bool = True,
         fixed_rows: bool = False,
+        batch_invariant: bool = False,
         donate: bool = False,
+        drafts: int = 0,
+        drafter: Callable[[], Drafter] = RepeatedText,
+        adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
         fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
+        batch_invariant: whether the bits of a request do not depend on what runs beside it. All
+            steps then have the largest size, and a text begins when all its pages are free.
         donate: frees `params` while they are copied.
+        drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
+            between steps; it pays where few texts repeat themselves much.
+        drafter: makes what guesses the tokens of one sample.
+        adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
         require_generator(cfg)
-        if cache_dtype not in (None, "fp8"):
-            raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
+        check_engine(cfg, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
-        self.limits = limits = limits_of(cfg, limits)
+        self.limits = limits = limits_of(cfg, limits, batch_invariant)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
-        self._params = take_apart(definition.specs, params, self._dtype, donate)
-        rows = powers_of_two(1, limits.rows)
-        self._sizes = rows[-1:] if fixed_rows else rows, powers_of_two(16, limits.chunk)
+        self._form = form_of(weight_dtype, definition.specs)
+        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        decode = rows[-1:] if fixed_rows or batch_invariant else rows
+        self._sizes = decode, tokens[-1:] if batch_invariant else tokens
         self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
-        width = -(-limits.length // PAGE)
+        width = -(-(limits.length + drafts) // PAGE)
         self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
-        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
-        self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
+        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8", drafts)
+        of_model = definition, cfg, mesh_of(params), self._dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
             pages = fitting_pages(self.programs, self._params, largest)
             sizes = sizes._replace(pages=pages)
             self.programs = self.programs.resized(sizes)
-        lanes, caches = self.programs.lanes, cache_prefixes and not _is_recurrent(cfg)
+        lanes, caches = self.programs.lanes, cache_prefixes and not keeps_states(cfg)
+        window = longest_window(cfg)
         self.lanes = [
-            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), _window(cfg))
+            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), window)
             for _ in range(lanes)
         ]
         self._records = Records(lanes, limits, width)
-        self._state = self.programs.empty()
+        self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._warm: tuple[Draws, ...] = ()
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
-        self.version, self._paused = 0, False
+        self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
+        self._drafts, self._drafter = drafts, drafter
+        self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
+        self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -149,21 +186,33 @@ class Engine:
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         prompt = list(map(int, prompt))
-        self._check(request_id, prompt, params)
+        if self._sleeps:
+            raise UserError("the engine sleeps; wake it before it gets requests")
+        if request_id in self.requests:
+            raise UserError(f"request {request_id} is running already; give another id")
+        check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
         inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
         begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
+        if params.prompt_logprobs is not None:
+            request.output.prompt_logprobs = [None] * len(prompt)
         most = params.max_tokens or self.limits.length - len(begin)
-        salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
+        salts = {"salt": params.cache_salt, "adapter": params.adapter}
+        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
             tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
             tokens.waits, tokens.whole = answer.waits, inputs is not None
+            tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
-            draws = draws_of([params.sampling], _TOP if params.logprobs else 0)
-            request.samples.append(Sample(request, answer, tokens, seed, draws, lane))
+            top = _TOP if params.logprobs or params.prompt_logprobs else 0
+            draws = draws_of([params.sampling], top)
+            sample = Sample(request, answer, tokens, seed, draws, lane)
+            sample.drafter = self._drafter() if self._drafts else None
+            sample.adapter = self.adapters.get(params.adapter, 0)
+            request.samples.append(sample)
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
         self.requests[request_id] = request
@@ -178,14 +227,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
-        return bool(self.requests or self._flying)
+        """Whether a step has anything to do; a paused engine has not."""
+        return bool(self._flying or (self.requests and not self._paused))
 
     def step(self) -> list[Update]:
         """Launch the next work of all lanes and return tokens of the work before."""
         if self._paused:
             return self._read(all_but=0)
         found: list[Update] = []
+        self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
         before = len(self._flying)
         decode, prefill = [], []
@@ -195,18 +245,19 @@ class Engine:
             decode.append(tokens)
             prefill.append(chunks)
         if any(decode):
-            self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
+            rows = holding(self._sizes[0], max(map(len, decode)))
+            self._launch(decode, rows, StepTokens(drafts=drafts_of(decode, rows, self._drafts)))
         for lane, chunks in enumerate(prefill):
             if chunks and chunks[0].sample.tokens.whole:
                 alone = [chunks if number == lane else [] for number in range(len(prefill))]
-                ids = flat_ids(alone, self._whole_sizes)
-                self._launch(alone, 1, ids, self._inputs(chunks[0].sample))
+                self._prefill(alone, 1, self._whole_sizes, self._inputs(chunks[0].sample))
                 prefill[lane] = []
         while any(prefill):
             part = [chunks[: self._chunks] for chunks in prefill]
-            self._launch(part, self._chunks, flat_ids(part, self._sizes[1]))
+            self._prefill(part, self._chunks, self._sizes[1])
             prefill = [chunks[self._chunks :] for chunks in prefill]
-        return found + self._read(all_but=len(self._flying) - before)
+        # Guesses need all tokens before them.
+        return found + self._read(all_but=0 if self._drafts else len(self._flying) - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
 
@@ -224,10 +275,15 @@ class Engine:
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
         running requests stay, and each token's `weight_versions` says which weights made it.
+        Raises `UserError` for arrays of another model, and goes on with the weights it has.
         """
+        require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
+        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
-        self._params = take_apart(self._definition.specs, params, self._dtype, donate)
+        specs = self._definition.specs
+        apart = take_apart(specs, params, self._dtype, donate, self._form)
+        self._params = jax.device_put(apart, places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
@@ -238,28 +294,37 @@ class Engine:
 
         weights: lets go of them, too; `update_weights` gives others.
         """
-        if self.has_work:
+        if self.requests or self._flying:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._state = None
+        self._state, self._sleeps = None, True
         if weights:
             self._params = None
         for lane in self.lanes:
             lane.pool.forget()
 
     def wake(self) -> None:
-        """Take memory for caches again after `sleep`."""
-        if self._state is None:
-            self._state = self.programs.empty()
+        """Take requests again after `sleep`."""
+        self._sleeps = False
 
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
-        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+        """Compile the programs of all sizes for these kinds of draws; returns their number.
+
+        From then on a step takes the first of these kinds that does all that its rows need. The
+        compiler tries kernels in memory that the caches take with the first request.
+        """
+        self._warm = tuple(draws)
+        if any(kind.penalties for kind in draws):
+            self._begin_counts()
         rows, tokens = self._sizes
-        inputs = [(None, self._records.empty(n)) for n in rows]
+        inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
+        if self._drafts:
+            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
+            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
         for count in tokens:
             ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((ids, self._records.empty(self._chunks)))
+            inputs.append((StepTokens(ids), self._records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
@@ -275,6 +340,14 @@ class Engine:
         found += self._read(all_but=0)
         return lane.plan()
 
+    def _guess(self) -> None:
+        """Give drafts to all rows that may have some."""
+        for lane in self.lanes if self._drafts else ():
+            for tokens in lane.running.values():
+                sample = self._of_tokens[tokens]
+                if tokens.sampled and sample.may_draft:
+                    tokens.drafts = sample.drafter.propose(tokens.tokens, self._drafts)
+
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
@@ -283,15 +356,18 @@ class Engine:
         lanes = len(self.lanes)
         return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
 
-    def _launch(
-        self,
-        work: list[list[Work]],
-        rows: int,
-        ids: np.ndarray | None = None,
-        inputs: Mapping | None = None,
+    def _prefill(
+        self, work: list[list[Work]], rows: int, sizes: Sequence[int], inputs: Mapping | None = None
     ) -> None:
-        """Launch a program for the work of all lanes: of prefill of `ids`, or of decoding."""
-        self.prefills += ids is not None
+        """Launch a program of prefill."""
+        self.prefills += 1
+        ids, labels = flat_ids(work, sizes), None
+        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+            labels = flat_ids(work, sizes, ahead=1)
+        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+
+    def _launch(self, work: list[list[Work]], rows: int, given: StepTokens) -> None:
+        """Launch a program for the work of all lanes."""
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
         samples: dict[int, Sample] = {}
@@ -300,36 +376,34 @@ class Engine:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
+        if self._state is None:
+            self._state = self.programs.empty()
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
+        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
             self._count(filter(None, places))
-        program = self._program(ids, records, rules, draws, inputs)
-        self._state, drawn = program(self._params, self._state, ids, records, rules, inputs)
-        for array in jax.tree.leaves(drawn):
+        program = self._program(given, records, rules, draws)
+        self._state, *results = program(self._params, self._state, given, records, rules)
+        for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self._flying.append(Launched(drawn, samples, self.version))
+        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
     def _program(
-        self,
-        ids: np.ndarray | None,
-        records: np.ndarray,
-        rules: RowRules,
-        draws: Draws,
-        inputs: Mapping | None = None,
+        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
-        given, tree = jax.tree.flatten((ids, records, rules, inputs))
-        key = *(array.shape for array in given), tree, draws, self._state.counts is None
+        arrays, tree = jax.tree.flatten((given, records, rules))
+        state = self.programs.abstract_state if self._state is None else self._state
+        key = *(array.shape for array in arrays), tree, draws, state.counts is None
         if key not in self._compiled:
-            given = self._params, self._state, ids, records, rules, inputs
-            self._compiled[key] = self.programs.step.lower(*given, draws=draws).compile()
+            inputs = self._params, state, given, records, rules
+            self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
     def _count(self, samples: Iterable[Sample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
-        if self._state.counts is None:
-            self._state = self._state._replace(counts=self.programs.empty_counts())
+        self._begin_counts()
         for sample in samples:
             tokens = sample.tokens
             if not sample.draws.penalties or sample.counted == tokens.admissions:
@@ -342,28 +416,39 @@ class Engine:
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
+    def _begin_counts(self) -> None:
+        if self._state is None:
+            self._state = self.programs.empty()
+        if self._state.counts is None:
+            self._state = self._state._replace(counts=self.programs.empty_counts())
+
     # ---- results ---------------------------------------------------------------------------------
 
     def _read(self, all_but: int) -> list[Update]:
         """The tokens of programs in flight but the last launched ones; waits for them."""
         found = []
         while len(self._flying) > all_but:
-            drawn, samples, version = self._flying.popleft()
-            drawn = jax.tree.map(np.asarray, drawn)
+            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
+            if scores is not None:
+                read_scores(work, scores)
             for place, sample in samples.items():
-                if not sample.has_ended:
-                    text = self._push(sample, drawn, place, version)
-                    found.append(Update(sample.request, sample, text))
+                kept = kept_places(drawn.token, drafts, place)
+                for number in kept:
+                    if not sample.has_ended:
+                        text = self._push(sample, drawn, number, version, number > kept[0])
+                        found.append(Update(sample.request, sample, text))
+                self.verified += drafts is not None and drafts[place, 0] >= 0
+                self.accepted += len(kept) - 1
         return found
 
-    def _push(self, sample: Sample, drawn: Drawn, place: int, version: int) -> str:
+    def _push(
+        self, sample: Sample, drawn: Drawn, place: int, version: int, after_draft: bool
+    ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
-        self.lanes[sample.lane].read(tokens, token)
-        top, most = None, sample.request.params.logprobs
-        if most:
-            best = drawn.top_ids[place].tolist(), drawn.top_logprobs[place].tolist()
-            top = dict(itertools.islice(zip(*best, strict=True), most))
+        self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
+        top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
         if len(tokens.tokens) >= tokens.limit:
@@ -383,27 +468,6 @@ class Engine:
             self.requests.pop(output.request_id, None)
 
     # ---- parts -----------------------------------------------------------------------------------
-
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that cannot be served."""
-        missing = {"adapter": "leave it out", "prompt_logprobs": "use mjax evaluate"}
-        for name, remedy in missing.items():
-            if getattr(params, name) is not None:
-                raise UserError(f"SamplingParams: {name} is not built in the engine; {remedy}")
-        if self._state is None:
-            raise UserError("the engine sleeps; wake it before it gets requests")
-        if request_id in self.requests:
-            raise UserError(f"request {request_id} is running already; give another id")
-        if not prompt or min(prompt) < 0 or max(prompt) >= self.cfg.vocab_size:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens: give one or more ids in [0, "
-                f"{self.cfg.vocab_size}), by the tokenizer that the model was trained with"
-            )
-        if len(prompt) >= self.limits.length + self.cfg.architecture.reads_target:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
-                f"{self.limits.length}, the longest text here; shorten it"
-            )
 
     def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         """Follows one sample through the form that a request gives."""
@@ -430,25 +494,3 @@ class Engine:
     def _load(self, number: int) -> int:
         lane = self.lanes[number]
         return len(lane.running) + len(lane.waiting)
-
-
-def limits_of(cfg: ModelConfig, given: Limits) -> Limits:
-    """Limits that a model allows: its length, and one prompt at a time where it has states."""
-    length = given.length
-    if cfg.position_embedding != "relative":
-        length = min(length, cfg.max_position_embeddings)
-    alone = given.prefill_alone or _is_recurrent(cfg)
-    return replace(given, length=length, prefill_alone=alone)
-
-
-def _is_recurrent(cfg: ModelConfig) -> bool:
-    """Whether a branch keeps a state, which only all tokens before give."""
-    return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
-
-
-def _window(cfg: ModelConfig) -> int | None:
-    """The tokens that a query sees if each attention layer has a window."""
-    attention = [BRANCHES[word] for word in cfg.branches if BRANCHES[word].has_heads]
-    if attention and all(branch.windowed for branch in attention):
-        return cfg.attention.sliding_window
-    return None

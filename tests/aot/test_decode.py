@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
-from mjax.infer.programs import EnginePrograms, PoolSizes, record_dtype
+from mjax.infer.programs import EnginePrograms, PoolSizes, StepTokens, record_dtype
 from mjax.infer.sample import Draws, RowRules
 from mjax.models import definition_of
 from mjax.models.attention.paged import PAGE
@@ -45,7 +45,7 @@ def compiled_step(batch, draws=Draws()):  # noqa: B008 - frozen
     state = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(programs._empty))
     records = array((batch, record_dtype(sizes.width).itemsize // 4), jnp.int32)
     with as_on(H200):
-        lowered = programs.step.lower(params, state, None, records, RowRules(), draws=draws)
+        lowered = programs.step.lower(params, state, StepTokens(), records, RowRules(), draws=draws)
         made = lowered.compile()
     return made, sum(2 * math.prod(c.shape) for c in jax.tree.leaves(state.caches)), cfg
 

@@ -111,7 +111,9 @@ class MLA(BranchModule):
         if cache is not None:
             cache = cache.write(latent, new)
             call = replace(call, implementation="xla")
-        if cache is not None and cache.reads_as_they_are(q.shape[1]):
+        adapter = weight_of(self.kv_b).adapter
+        is_one_weight = adapter is None or adapter.scales is None
+        if cache is not None and cache.reads_as_they_are(q.shape[1]) and is_one_weight:
             attend = partial(cache.attend, call=call, arrays=arrays, new=new)
             out = self._absorbed(q, attend)
         else:

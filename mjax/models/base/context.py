@@ -193,6 +193,8 @@ class Tokens:
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
         stands in the place of a token is their sum, each times its weight
         (`models/towers/tiles.py`).
+    adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
+        adapters (`interop/adapter_stack.py`); 0: none.
     """
 
     positions: jax.Array
@@ -205,6 +207,7 @@ class Tokens:
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    adapters: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -16,6 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
+from mjax.infer.programs import StepTokens
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
     Counts,
@@ -192,7 +193,7 @@ def test_a_step_sends_no_latents_over_tp():
 def only_activations_move(engine):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
     records = engine._records.empty(engine.limits.rows)
-    text = engine._program(None, records, RowRules(), Draws()).as_text()
+    text = engine._program(StepTokens(), records, RowRules(), Draws()).as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]

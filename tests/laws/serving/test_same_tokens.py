@@ -1,0 +1,170 @@
+"""Law: a request's greedy tokens are those of the plain forward, whatever happens around it.
+
+Each token of an engine is compared with the likeliest one of a forward of the whole text, which
+knows no cache. So all settings of one model agree with each other, but for ties.
+"""
+
+import jax
+import numpy as np
+import pytest
+from mjax.infer.generate import Generator
+
+from mjax.infer.requests import SamplingParams
+from mjax.models.attention.caches import KeysValues
+from mjax.models.attention.paged import _rounded
+from tests.laws.serving.kinds import (
+    KINDS,
+    VOCAB,
+    Ask,
+    assert_greedy,
+    emptied,
+    engine,
+    logprobs_of,
+    make_engine,
+    model,
+    preemptions,
+    requested,
+    scored,
+    served,
+    tokens_of,
+)
+from tests.marks import quick
+
+RNG = np.random.default_rng(0)
+SHARED = RNG.integers(0, VOCAB, 37).tolist()  # two pages and a bit
+PROMPTS = [
+    RNG.integers(0, VOCAB, 50).tolist(),
+    [7],
+    [*SHARED, 5],
+    RNG.integers(0, VOCAB, 16).tolist(),
+    [*SHARED, 9, 9],
+    RNG.integers(0, VOCAB, 33).tolist(),
+]
+NEW = 40
+ASKS = [Ask(prompt, SamplingParams(max_tokens=NEW - 5 * i)) for i, prompt in enumerate(PROMPTS)]
+
+
+def check_all(kind, given):
+    """Serve under every setting; the settings go through pairs of values."""
+    recurrent = not given.lanes[0].pool.cache_prefixes
+    for asks, chunk, pages in (
+        (ASKS, 64, 40),
+        (ASKS[::-1], 8, 40),
+        ([Ask(a.prompt, a.params, 3 * i) for i, a in enumerate(ASKS)], 64, 9),
+        ([Ask(a.prompt, a.params, 50 * i) for i, a in enumerate(ASKS[:3])], 32, 40),
+    ):
+        emptied(given, chunk, pages)
+        requests = requested(given, asks)
+        outputs = [request.output for request in requests]
+        assert_greedy(kind, outputs)
+        assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == len(outputs)
+        assert (preemptions(requests) > 0) == (pages == 9 and given.lanes[0].window is None)
+    again = served(given, asks)
+    assert_greedy(kind, again)
+    hits = [output.num_cached_tokens for output in again]
+    assert hits == [0, 0, 0] if recurrent else hits[0] == 48 and hits[2] >= 32, hits
+
+
+@pytest.mark.parametrize("kind", quick(KINDS, 1, 7))
+def test_greedy_tokens_are_the_plain_forwards(kind):
+    check_all(kind, engine(kind))
+
+
+def test_a_preempted_sample_that_gets_its_slot_again_gets_other_pages():
+    given = emptied(engine("keys and values"), pages=9)
+    victim = given.add(range(1, 18), SamplingParams(max_tokens=31, priority=1))
+    others = [given.add(range(30, 55), SamplingParams(max_tokens=40))]
+    others.append(given.add([60], SamplingParams(max_tokens=31)))
+    given.step()
+    slot, pages = victim.samples[0].tokens.slot, victim.samples[0].tokens.pages
+    while not others[-1].output.finished:
+        given.step()
+    assert preemptions([victim]) == 0 and victim.samples[0].tokens.queued
+    others.append(given.add([3, 2], SamplingParams(max_tokens=9)))  # takes the slot just left
+    while given.has_work:
+        given.step()
+        again = victim.samples[0].tokens
+        assert again.slot in (slot, -1) and (again.pages != pages or again.slot == -1)
+    assert preemptions([victim]) == 1
+    assert_greedy("keys and values", [request.output for request in (victim, *others)])
+
+
+MESHES = [
+    ("experts", {"dp": 2, "ep": 2, "tp": 2}),
+    ("keys and values", {"tp": 2}),
+    ("keys and values", {"tp": 4}),  # more than kv heads
+    ("keys and values", {"dp": 8}),
+    ("windows in turn", {"dp": 2, "tp": 2}),
+    ("windows alone", {"dp": 2}),
+    ("sinks", {"tp": 4}),
+    ("latent", {"tp": 4}),
+    ("mamba", {"tp": 4}),
+    ("deltanet", {"dp": 2, "tp": 4}),
+    ("hybrid", {"ep": 2, "tp": 2}),
+    ("experts", {"ep": 4}),
+]
+
+
+@pytest.mark.parametrize("kind, mesh", quick(MESHES, 0))
+def test_greedy_tokens_are_the_plain_forwards_on_a_mesh(kind, mesh):
+    given = engine(kind, mesh)
+    lanes = len(given.lanes)
+    assert lanes == mesh.get("dp", 1) * mesh.get("ep", 1)
+    for asks, pages in ((ASKS, 40), (ASKS[::-1] * lanes, 9)):
+        emptied(given, pages=pages)
+        outputs = served(given, asks)
+        assert_greedy(kind, outputs[: len(ASKS)])
+        assert tokens_of(outputs) == tokens_of(outputs[: len(ASKS)] * (len(asks) // len(ASKS)))
+
+
+# Logits at whole pages of their own dtype: neighbors and what fills a program change no bit.
+@pytest.mark.parametrize("kind", quick(["windows in turn", "hybrid"], 0))
+def test_in_one_compiled_size_neighbors_change_no_bit(kind, monkeypatch):
+    given = engine(kind)
+    monkeypatch.setattr(given, "_sizes", ([4], [64]))
+    alone = [served(emptied(given), [ask])[0] for ask in ASKS[:4]]
+    together = served(emptied(given), ASKS[:4])
+    assert tokens_of(together) == tokens_of(alone)
+    assert logprobs_of(together) == logprobs_of(alone)
+
+
+PAGES_OF_64 = ["keys and values", "windows alone", "latent", "hybrid"]
+
+
+@pytest.mark.parametrize("kind", quick(PAGES_OF_64))
+def test_pages_of_64_tokens_give_the_same_tokens(kind, monkeypatch):
+    for module in ("engine", "programs"):
+        monkeypatch.setattr(f"mjax.infer.{module}.PAGE", 64)
+    asks = [Ask([*SHARED, *range(30), i], SamplingParams(max_tokens=50)) for i in range(4)]
+    given = make_engine(kind, pages=12)
+    assert_greedy(kind, served(given, asks))
+    assert given.lanes[0].pool.page == 64
+
+
+# Largest difference of log-probs to a contiguous cache that is rounded to e4m3, and to none.
+OF_ROUNDED, OF_WHOLE = 1e-3, 1.0
+
+
+def test_an_fp8_cache_equals_a_contiguous_one_that_is_rounded(monkeypatch):
+    kind = "keys and values"
+    outputs = served(engine(kind, cache_dtype="fp8"), ASKS)
+
+    def rounded(x):
+        bits, scales = _rounded(x, True)
+        return bits.astype(x.dtype) * scales[..., None].astype(x.dtype)
+
+    write = KeysValues.write
+    monkeypatch.setattr(
+        KeysValues, "write", lambda self, k, v, new: write(self, rounded(k), rounded(v), new)
+    )
+    cfg, definition, params, _ = model(kind)
+    generator = Generator(definition, params, cfg)
+    for output, plain in zip(outputs, scored(kind, outputs), strict=True):
+        made = output.outputs[0]
+        row = generator.complete([output.prompt_token_ids], len(made.token_ids))[0]
+        same = np.cumprod(np.equal(row.ids, made.token_ids)).astype(bool)
+        assert same.sum() >= 5, "ties end the comparison of a row"
+        near = np.abs(np.subtract(row.logprobs, made.logprobs))[same]
+        assert near.max() < OF_ROUNDED
+        whole = jax.nn.log_softmax(plain)[np.arange(len(plain)), np.array(made.token_ids)]
+        assert 0 < np.abs(np.subtract(whole, made.logprobs)).max() < OF_WHOLE
