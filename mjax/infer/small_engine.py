@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from mjax.config.schema.model import ModelConfig
+from mjax.infer.caches.paged import PAGE
 from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
 from mjax.infer.whole_prompts import Item
-from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.mesh import parallel_of

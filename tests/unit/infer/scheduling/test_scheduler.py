@@ -264,6 +264,16 @@ def test_prompt_log_probabilities_compute_every_token():
     toy.finish()
 
 
+def test_a_second_turn_finds_the_outputs_of_the_first():
+    toy = build()
+    first = add(toy, prompt_without_end(9), 9)
+    toy.finish()
+    second = add(toy, [*first.tokens, 7, 7])
+    step(toy)
+    assert second.hits == 3 * PAGE < len(first.tokens) == 14
+    toy.finish()
+
+
 def test_a_whole_prompt_is_one_chunk_alone_and_shares_nothing():
     toy = build(chunk=8)
     first, whole, last = add(toy, [1] * 12), add(toy, [2] * 30, whole=True), add(toy, [2] * 30)
@@ -273,16 +283,6 @@ def test_a_whole_prompt_is_one_chunk_alone_and_shares_nothing():
     again = add(toy, [2] * 30, whole=True)
     assert [(c.sequence, c.count) for c in step(toy).chunks] == [(again, 30)]
     assert last.hits == again.hits == 0 and toy.computed[last] == 30
-    toy.finish()
-
-
-def test_a_second_turn_finds_the_outputs_of_the_first():
-    toy = build()
-    first = add(toy, prompt_without_end(9), 9)
-    toy.finish()
-    second = add(toy, [*first.tokens, 7, 7])
-    step(toy)
-    assert second.hits == 3 * PAGE < len(first.tokens) == 14
     toy.finish()
 
 
