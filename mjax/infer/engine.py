@@ -131,6 +131,7 @@ class Engine:
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self._params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self._sizes = decode, tokens[-1:] if batch_invariant else tokens
@@ -279,11 +280,10 @@ class Engine:
         """
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
-        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
         specs = self._definition.specs
         apart = take_apart(specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, places)
+        self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
