@@ -54,7 +54,7 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
-from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
+from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
@@ -173,7 +173,7 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
-        items: Mapping[str, Item] | None = None,
+        items: Mapping[str, PromptItem] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:

@@ -14,7 +14,9 @@ from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
 from mjax.models.towers.tiles import PADDING, Tiled
 
-Item = np.ndarray | Tiled  # of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M]
+PromptItem = (
+    np.ndarray | Tiled
+)  # of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M]
 
 
 def require_generator(cfg: ModelConfig) -> None:
@@ -29,7 +31,7 @@ def require_generator(cfg: ModelConfig) -> None:
 
 
 def whole_inputs(
-    cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item], sizes: Sequence[int]
+    cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, PromptItem], sizes: Sequence[int]
 ) -> dict[str, jax.typing.ArrayLike] | None:
     """The inputs of `Decoder.extend` beside a prompt, [1, ..] each; None: it is no whole one.
 
@@ -52,7 +54,7 @@ def whole_inputs(
     }
 
 
-def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item]) -> None:
+def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, PromptItem]) -> None:
     """Raise `UserError` unless each item has its tokens in the prompt."""
     for name in items:
         if name not in cfg.modalities:
