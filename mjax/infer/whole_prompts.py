@@ -14,9 +14,8 @@ from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
 from mjax.models.towers.tiles import PADDING, Tiled
 
-PromptItem = (
-    np.ndarray | Tiled
-)  # of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M]
+# Of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M] of sounds.
+PromptItem = np.ndarray | Tiled
 
 
 def require_generator(cfg: ModelConfig) -> None:
