@@ -54,7 +54,7 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
-from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
+from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
@@ -131,6 +131,7 @@ class Engine:
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self._params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self._sizes = decode, tokens[-1:] if batch_invariant else tokens
@@ -172,7 +173,7 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
-        items: Mapping[str, Item] | None = None,
+        items: Mapping[str, PromptItem] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
@@ -279,11 +280,10 @@ class Engine:
         """
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
-        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
         specs = self._definition.specs
         apart = take_apart(specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, places)
+        self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
