@@ -19,8 +19,8 @@ class Drafter(Protocol):
 class RepeatedText:
     """Guesses that a text goes on as it did after its last tokens were there before.
 
-    Of the last 4, 3 or 2 tokens the longest that were there before count, and of their places the
-    latest.
+    The last 4 tokens count, or 3 or 2 where so many were not there before. The latest of their
+    places is taken.
     """
 
     _LENGTHS = 4, 3, 2

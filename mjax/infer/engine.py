@@ -246,7 +246,9 @@ class Engine:
             prefill.append(chunks)
         if any(decode):
             rows = holding(self._sizes[0], max(map(len, decode)))
-            self._launch(decode, rows, StepTokens(drafts=drafts_of(decode, rows, self._drafts)))
+            always = self.limits.computes_once  # the program does not depend on others' drafts
+            drafts = drafts_of(decode, rows, self._drafts, always)
+            self._launch(decode, rows, StepTokens(drafts=drafts))
         for lane, chunks in enumerate(prefill):
             if chunks and chunks[0].sample.tokens.whole:
                 alone = [chunks if number == lane else [] for number in range(len(prefill))]

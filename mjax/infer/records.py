@@ -154,12 +154,15 @@ def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int], *, ahead: int
     return ids
 
 
-def drafts_of(work: Sequence[Sequence[Work]], rows: int, most: int) -> np.ndarray | None:
+def drafts_of(
+    work: Sequence[Sequence[Work]], rows: int, most: int, always: bool
+) -> np.ndarray | None:
     """The drafts of a step of decoding, int32 [lanes * rows, most], -1: none; None: no row has any.
 
-    Rows of a step have equally many places for drafts.
+    Rows of a step have equally many places for drafts. `always`: give them places in any case.
     """
-    if not any(entry.sample.tokens.drafts for lane in work for entry in lane):
+    has_some = any(entry.sample.tokens.drafts for lane in work for entry in lane)
+    if not most or not (has_some or always):
         return None
     table = np.full((len(work) * rows, most), -1, np.int32)
     for number, lane in enumerate(work):

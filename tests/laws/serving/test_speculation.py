@@ -13,10 +13,12 @@ from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Scheduler
-from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.laws.serving.kinds import PAGE, VOCAB
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
 
-DRAFTS, NEW, PAGE = 3, 40, 16
+DRAFTS, NEW = 3, 40
+KINDS = "keys and values", "windows alone", "latent", "experts"
 
 
 class Guesses:
@@ -30,14 +32,11 @@ class Guesses:
 
 @pytest.fixture(autouse=True)
 def no_guesses(monkeypatch):
-    """No guesses, and pages so small that texts have many."""
-    for module in ("engine", "programs"):
-        monkeypatch.setattr(f"mjax.infer.{module}.PAGE", PAGE)
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: []))
 
 
-def drafting(kind: str, mesh: Mapping[str, int] | None = None) -> Engine:
-    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses)
+def drafting(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Engine:
+    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses, **options)
 
 
 @functools.cache
@@ -93,7 +92,7 @@ def assert_same(one: Sequence[Request], other: Sequence[Request]) -> None:
             assert mine == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", quick(("keys and values", "windows", "latent", "experts"), 0))
+@pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_tokens_are_those_without_drafts(kind, monkeypatch):
     given = engine(kind)
     plain = served(emptied(given), asks())
@@ -107,7 +106,7 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 1)))
     tight = served(emptied(given, pages=6), asks())
     assert_same(plain, tight)
-    assert max(r.samples[0].tokens.admissions for r in tight) > 1 or kind == "windows"
+    assert max(r.samples[0].tokens.admissions for r in tight) > 1 or kind == "windows alone"
 
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: [7] * most))
     assert_same(plain, served(emptied(given), asks()))
@@ -116,11 +115,20 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
 @slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}])
 def test_lanes_and_cut_heads_verify_as_one_device_does(mesh, monkeypatch):
-    plain = served(engine("cut over tp"), asks())
+    plain = served(engine("keys and values"), asks())
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 0)))
-    given = drafting("cut over tp", mesh)
+    given = drafting("keys and values", mesh)
     assert_same(plain, served(given, asks()))
     assert given.accepted > 20
+
+
+@slow
+def test_bits_do_not_depend_on_guesses_of_others(monkeypatch):
+    given = drafting("keys and values", batch_invariant=True)
+    plain = served(given, asks())
+    monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 0)))
+    for one, other in zip(plain, served(emptied(given), asks()), strict=True):
+        assert one.output.outputs[0].logprobs == other.output.outputs[0].logprobs
 
 
 def test_a_text_that_repeats_comes_in_few_steps(monkeypatch):
