@@ -11,9 +11,13 @@ def engine_for(model, prompts, new, dtype="float32", **options):
 
 
 def complete(model, prompts, new, items=None, dtype="float32", **fields) -> list[CompletionOutput]:
-    """The texts of `new` tokens after prompts; `fields` are those of `SamplingParams`."""
+    """The texts of `new` tokens after prompts, which all have the same items.
+
+    `fields` are those of `SamplingParams`.
+    """
     params = SamplingParams(max_tokens=new, **fields)
-    return completed(engine_for(model, prompts, new, dtype), prompts, params, items)
+    engine = engine_for(model, prompts, new, dtype)
+    return completed(engine, prompts, params, [items] * len(prompts))
 
 
 def made_ids(model, prompts, new, items=None, **fields) -> list[list[int]]:

@@ -6,6 +6,7 @@ error, also where the engine itself fails.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 from mjax.errors import first_line
 from mjax.infer.engine import Engine, Update
 from mjax.infer.requests import SamplingParams
+
+Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue]  # of (update or error, whether the last)
 
 
 class EngineDied(RuntimeError):
@@ -26,7 +29,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._streams: dict[str, Stream] = {}
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="mjax-engine", daemon=True)
         self._thread.start()
@@ -51,17 +55,16 @@ class AsyncEngine:
             request = self.engine.add(prompt, params, request_id=request_id, text=text)
             self._streams[request.output.request_id] = stream
 
-        await self.call(add)
         try:
-            while True:
-                update = await updates.get()
+            await self.call(add)
+            is_last = False
+            while not is_last:
+                update, is_last = await updates.get()
                 if isinstance(update, BaseException):
                     raise update
                 yield update
-                if update.request.output.finished and updates.empty():
-                    return
         finally:
-            self._commands.put(lambda: self._leave(request_id))
+            self._commands.put(lambda: self._leave(request_id, stream))
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function in the engine's thread, between two steps, and return its result."""
@@ -75,17 +78,43 @@ class AsyncEngine:
             else:
                 _tell(loop, lambda: future.done() or future.set_result(result))
 
-        self._raise_error()
-        self._commands.put(command)
+        with self._lock:  # after an error nobody reads commands
+            if self._error is not None:
+                raise self._error
+            self._commands.put(command)
         return await future
+
+    async def abort(self, request_id: str) -> None:
+        """End a request where it is; who waits for its updates gets its last one."""
+
+        def abort() -> None:
+            request = self.engine.requests.get(request_id)
+            self.engine.abort(request_id)
+            if request is not None:
+                self._send([Update(request, request.samples[-1], "")])
+
+        await self.call(abort)
+
+    async def pause(self) -> None:
+        """Launch nothing more; requests stay where they are until `resume`."""
+        await self.call(lambda: self._send(self.engine.pause()))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self.call(self.engine.resume)
+
+    async def update_weights(self, params: dict, *, donate: bool = False) -> None:
+        """Go on with other weights, as `Engine.update_weights` does."""
+        await self.call(lambda: self._send(self.engine.update_weights(params, donate=donate)))
 
     def close(self) -> None:
         """End the thread after its step; requests that run get an error."""
         self._commands.put(None)
         self._thread.join()
 
-    def _leave(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
+    def _leave(self, request_id: str, stream: Stream) -> None:
+        if self._streams.get(request_id) is stream:  # not another one of its name
+            del self._streams[request_id]
             self.engine.abort(request_id)
 
     def _work(self) -> None:
@@ -93,15 +122,18 @@ class AsyncEngine:
             while self._obey(wait=not self.engine.has_work):
                 if self.engine.has_work:
                     self._send(self.engine.step())
-            self._error = EngineDied("the engine is closed")
+            error = EngineDied("the engine is closed")
         except BaseException as e:  # whatever ends the thread, callers must hear of it
-            self._error = EngineDied(f"the engine ended by an error: {first_line(e)}")
-            self._error.__cause__ = e
+            error = EngineDied(f"the engine ended by an error: {first_line(e)}")
+            error.__cause__ = e
+        with self._lock:
+            self._error = error
+        while not self._commands.empty():  # of callers that came meanwhile
+            command = self._commands.get()
+            with contextlib.suppress(Exception):
+                command and command()
         for loop, updates in self._streams.values():
-            _tell(loop, lambda updates=updates: updates.put_nowait(self._error))
-        while self._obey(wait=False):  # callers that came meanwhile
-            if self._commands.empty():
-                break
+            _tell(loop, lambda updates=updates: updates.put_nowait((error, True)))
 
     def _obey(self, wait: bool) -> bool:
         """Run all commands, waiting for one if there is nothing else to do; False: close."""
@@ -114,15 +146,14 @@ class AsyncEngine:
         return True
 
     def _send(self, updates: list[Update]) -> None:
+        """Give updates to their streams, each with whether it is its request's last one."""
+        last = {update.request: update for update in updates if update.request.output.finished}
         for update in updates:
             stream = self._streams.get(update.request.output.request_id)
             if stream is not None:
                 loop, queue = stream
-                _tell(loop, lambda queue=queue, update=update: queue.put_nowait(update))
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+                entry = update, update is last.get(update.request)
+                _tell(loop, lambda queue=queue, entry=entry: queue.put_nowait(entry))
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
+from mjax.infer.caches.paged import PAGE
 from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
 from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.grammar import GrammarMatcher, Grammars
@@ -54,7 +55,6 @@ from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
 from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
-from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)

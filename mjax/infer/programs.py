@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.infer.caches.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
 from mjax.infer.sample import (
     Counts,
     Drawn,
@@ -39,13 +41,11 @@ from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.cross import SourceKeysValues
-from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
-from mjax.models.attention.slots import SlotKeysValues, SlotSources
 from mjax.models.base.adapted import has_slots
 from mjax.models.base.branch import CacheSpec, branch_class
 from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
-from mjax.models.recurrent.recurrent_mixer import RecurrentCache, SlotStates
+from mjax.models.recurrent.recurrent_mixer import RecurrentCache
 from mjax.models.runtime.run import Caches
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order

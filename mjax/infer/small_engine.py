@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from mjax.config.schema.model import ModelConfig
+from mjax.infer.caches.paged import PAGE
 from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
 from mjax.infer.whole_prompts import Item
-from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.mesh import parallel_of
@@ -47,15 +47,15 @@ def completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
-    items: Mapping[str, Item] | None = None,
+    items: Sequence[Mapping[str, Item] | None] | None = None,
 ) -> list[CompletionOutput]:
-    """One sample of each prompt, all of them with the same `items`.
+    """One sample of each prompt.
 
-    params: of each, or of all (`of_batch`).
+    params: of each, or of all (`of_batch`). items: of each (`Engine.add`); None: there are none.
     """
     each = of_batch(params, len(prompts)) if isinstance(params, SamplingParams) else params
-    rows = zip(prompts, each, strict=True)
-    requests = [engine.add(ids, own, items=items) for ids, own in rows]
+    rows = zip(prompts, each, items or [None] * len(prompts), strict=True)
+    requests = [engine.add(ids, own, items=beside) for ids, own, beside in rows]
     while engine.has_work:
         engine.step()
     return [request.output.outputs[0] for request in requests]

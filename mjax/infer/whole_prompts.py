@@ -44,7 +44,12 @@ def whole_inputs(
         return {"source": source, "real": real}
     if not items:
         return None
-    return {"given": jax.tree.map(lambda array: np.asarray(array)[None], dict(items))}
+    # A sample that is preempted is computed anew, and may have made tokens of items itself.
+    count = np.array([len(prompt)], np.int32)
+    return {
+        "given": jax.tree.map(lambda array: np.asarray(array)[None], dict(items)),
+        "count": count,
+    }
 
 
 def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
+from mjax.infer.caches.paged import PAGE
 from mjax.infer.programs import EnginePrograms, PoolSizes, StepTokens, record_dtype
 from mjax.infer.sample import Draws, RowRules
 from mjax.models import definition_of
-from mjax.models.attention.paged import PAGE
 from mjax.plan.absent_devices import as_on, compiler_devices
 from mjax.sharding.spec import is_spec
 from tests.aot.common import H200, missing

@@ -17,7 +17,6 @@ from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.self_attention import Attention, heads_of_cache
-from mjax.models.attention.slots import SlotSources
 from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, Source
 from mjax.models.base.context import Context, NewTokens, tokens_of
 from mjax.models.base.dropout import dropout
@@ -75,7 +74,7 @@ class CrossAttention(Attention):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: SourceKeysValues | SlotSources | None = None,
+        cache: SourceKeysValues | None = None,
     ) -> BranchOutput:
         cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
         (q,) = column(x, (weight_of(self.q),), ctx)

@@ -24,7 +24,6 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
-from mjax.models.attention.paged import PagedLatents
 from mjax.models.attention.positions import apply_rope
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
@@ -98,7 +97,7 @@ class MLA(BranchModule):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: Latents | PagedLatents | None = None,
+        cache: Latents | None = None,
     ) -> BranchOutput:
         ctx = inputs.ctx
         q = self._queries(x, inputs)

@@ -20,9 +20,7 @@ from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
-from mjax.models.attention.paged import PagedKeysValues
 from mjax.models.attention.positions import apply_rope
-from mjax.models.attention.slots import SlotKeysValues
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
@@ -33,7 +31,7 @@ from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import held_groups
 from mjax.sharding.spec import ParamSpec
 
-SelfCache = KeysValues | PagedKeysValues | SlotKeysValues
+SelfCache = KeysValues
 
 
 class Attention(BranchModule):

@@ -1,4 +1,4 @@
-"""Tiny models of every kind of cache, their engines, and the plain forward that these must equal."""
+"""Tiny models of every kind of cache, their engines, and the plain forward that both equal."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mjax.infer.cache import empty_cache, extend
+from mjax.infer.caches.paged import _rounded
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.caches import KeysValues
-from mjax.models.attention.paged import _rounded
 from tests.laws.serving.kinds import (
     KINDS,
     LENGTH,

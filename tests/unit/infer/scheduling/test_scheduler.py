@@ -46,6 +46,7 @@ class Operations:
             reads_prefix=draw(0, 4) > 0,
             waits=draw(0, 5) == 0,
         )
+        sequence.whole = not sequence.reads_prefix and length % 2 == 0
         self.count += 1
         try:
             toy.add(sequence)
@@ -270,6 +271,18 @@ def test_a_second_turn_finds_the_outputs_of_the_first():
     second = add(toy, [*first.tokens, 7, 7])
     step(toy)
     assert second.hits == 3 * PAGE < len(first.tokens) == 14
+    toy.finish()
+
+
+def test_a_whole_prompt_is_one_chunk_alone_and_shares_nothing():
+    toy = build(chunk=8)
+    first, whole, last = add(toy, [1] * 12), add(toy, [2] * 30, whole=True), add(toy, [2] * 30)
+    chunks = [[(c.sequence, c.count) for c in step(toy).chunks] for _ in range(4)]
+    assert chunks == [[(first, 8)], [(first, 4)], [(whole, 30)], [(last, 8)]]
+    toy.finish()
+    again = add(toy, [2] * 30, whole=True)
+    assert [(c.sequence, c.count) for c in step(toy).chunks] == [(again, 30)]
+    assert last.hits == again.hits == 0 and toy.computed[last] == 30
     toy.finish()
 
 

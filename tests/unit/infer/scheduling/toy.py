@@ -91,8 +91,12 @@ class Toy:
             assert rows or plan.preempted or plan.drain
         else:
             assert not rows and not plan.drain
-        assert rows <= self.scheduler.limits.tokens
-        assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
+        if any(chunk.sequence.whole for chunk in plan.chunks):
+            (chunk,) = plan.chunks
+            assert chunk.first == 0 and chunk.count == len(chunk.sequence.tokens)
+        else:
+            assert rows <= self.scheduler.limits.tokens
+            assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
         assert not self.scheduler.limits.prefill_alone or len(plan.chunks) <= 1
         assert not plan.drain or not rows
         for sequence in plan.preempted:

@@ -1,8 +1,9 @@
-"""Caches of attention by slot: each row that is served has a place of its own in them.
+"""Caches by slot: each row that is served has a place of its own in them.
 
-An encoder's keys are written once, and relative biases need whole rows, so neither lies in pages
-(`paged.py`). A step takes the rows of its slots, [slots, ..], and writes what is new back. Slots
-after a row's last token are finite and never seen. The last slot is for rows without work.
+A state does not grow, an encoder's keys are written once, and relative biases need whole rows. So
+none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and writes
+what is new back. Slots after a row's last token are finite and never seen. The last slot is for
+rows without work.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import KeysValues
 from mjax.models.base.branch import Source
 from mjax.models.base.context import NewTokens, PagedTokens, tokens_of
+from mjax.models.recurrent.recurrent_mixer import Parts, RecurrentCache
 
 
 class SlotKeysValues(NamedTuple):
@@ -67,6 +69,31 @@ class SlotSources(NamedTuple):
         k = self.keys[new.slots].swapaxes(1, 2)
         v = self.values[new.slots].swapaxes(1, 2)
         return k, v, Source(None, tokens_of(real.shape, segments=real))
+
+
+class SlotStates(NamedTuple):
+    """A `RecurrentCache` of all rows that are served, [slots, ..], of which a step takes some."""
+
+    histories: Parts
+    state: jax.Array
+
+    def of_rows(self, new: PagedTokens) -> RecurrentCache:
+        """The states of the rows of a step; those of rows that begin are zero."""
+
+        def taken(slots: jax.Array) -> jax.Array:
+            rows = slots[new.slots]
+            begins = jnp.expand_dims(new.are_first, tuple(range(1, rows.ndim)))
+            return jnp.where(begins, 0, rows)
+
+        return RecurrentCache(*jax.tree.map(taken, tuple(self)))
+
+    def with_rows(self, rows: RecurrentCache, new: PagedTokens) -> "SlotStates":
+        """The states after those of a step's rows are these."""
+
+        def put(slots: jax.Array, rows: jax.Array) -> jax.Array:
+            return slots.at[new.slots].set(rows.astype(slots.dtype))
+
+        return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
 
 
 def _new_tokens(new: PagedTokens) -> NewTokens:
