@@ -1,4 +1,4 @@
-"""Guesses of the next tokens of a text, which one step of the engine then verifies.
+"""Guesses of the next tokens of texts, which one step of the engine then verifies.
 
 A step computes the logits after each guess at once, draws the token of each place with the noise
 that belongs there, and keeps guesses as long as they are what was drawn. So guesses change when
@@ -7,13 +7,30 @@ tokens come, not which ones.
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from mjax.infer.records import Sample
 
 
 class Drafter(Protocol):
-    """Follows one text."""
+    """Guesses for the rows of an engine."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most so many guesses of what follows `tokens`, which grow from call to call."""
+    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+        """At most so many guesses of what follows the tokens of each sample."""
+
+
+class RepeatedTexts:
+    """Guesses that texts repeat themselves, from the tokens of each alone."""
+
+    def __init__(self):
+        self._of_samples: WeakKeyDictionary[Sample, RepeatedText] = WeakKeyDictionary()
+
+    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+        found = []
+        for sample in samples:
+            text = self._of_samples.setdefault(sample, RepeatedText())
+            found.append(text.guess(sample.tokens.tokens, most))
+        return found
 
 
 class RepeatedText:
@@ -29,8 +46,11 @@ class RepeatedText:
         self._after: dict[tuple[int, ...], int] = {}  # the place after the latest such tokens
         self._seen = 0
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Guesses; a text that repeats a short period gives it as often as it takes."""
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Guesses of what follows `tokens`, which grow from call to call.
+
+        A text that repeats a short period gives it as often as it takes.
+        """
         self._learn(tokens)
         for length in self._LENGTHS:
             place = self._after.get(tuple(tokens[-length:]))

@@ -10,7 +10,7 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
-from mjax.infer.drafts import Drafter, RepeatedText
+from mjax.infer.drafts import Drafter, RepeatedTexts
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -105,7 +105,7 @@ class Engine:
         batch_invariant: bool = False,
         donate: bool = False,
         drafts: int = 0,
-        drafter: Callable[[], Drafter] = RepeatedText,
+        drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
@@ -120,7 +120,7 @@ class Engine:
         donate: frees `params` while they are copied.
         drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
             between steps; it pays where few texts repeat themselves much.
-        drafter: makes what guesses the tokens of one sample.
+        drafter: guesses tokens; None: as texts repeat themselves.
         adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
@@ -161,7 +161,7 @@ class Engine:
         self._numbers = itertools.count()
         self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
-        self._drafts, self._drafter = drafts, drafter
+        self._drafts, self._drafter = drafts, drafter or RepeatedTexts()
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
@@ -210,7 +210,6 @@ class Engine:
             top = _TOP if params.logprobs or params.prompt_logprobs else 0
             draws = draws_of([params.sampling], top)
             sample = Sample(request, answer, tokens, seed, draws, lane)
-            sample.drafter = self._drafter() if self._drafts else None
             sample.adapter = self.adapters.get(params.adapter, 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)
@@ -344,11 +343,13 @@ class Engine:
 
     def _guess(self) -> None:
         """Give drafts to all rows that may have some."""
-        for lane in self.lanes if self._drafts else ():
-            for tokens in lane.running.values():
-                sample = self._of_tokens[tokens]
-                if tokens.sampled and sample.may_draft:
-                    tokens.drafts = sample.drafter.propose(tokens.tokens, self._drafts)
+        if not self._drafts:
+            return
+        rows = [self._of_tokens[t] for lane in self.lanes for t in lane.running.values()]
+        rows = [sample for sample in rows if sample.may_draft]
+        proposed = self._drafter.propose(rows, self._drafts)
+        for sample, drafts in zip(rows, proposed, strict=True):
+            sample.tokens.drafts = drafts[: self._drafts]
 
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.infer.drafts import Drafter
 from mjax.infer.programs import record_dtype
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, Scored
@@ -40,7 +39,7 @@ class Sample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
-    penalties. drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
+    penalties. adapter: the slot of its adapter, 0: none.
     """
 
     request: Request
@@ -52,14 +51,14 @@ class Sample:
     written: int = 0
     table: tuple[int, int] = (0, 0)
     counted: int = 0
-    drafter: Drafter | None = None
     adapter: int = 0
 
     @property
     def may_draft(self) -> bool:
         """Whether its next tokens may be guessed: none of its rules depends on the text so far."""
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
-        return enough and not self.answer.waits and not self.draws.penalties
+        depends = self.answer.waits or self.draws.penalties
+        return self.tokens.sampled and enough and not depends
 
     @property
     def scores_prompt(self) -> bool:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
-from mjax.infer.drafts import RepeatedText
+from mjax.infer.draft_model import DraftModel
+from mjax.infer.drafts import RepeatedTexts
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request
+from mjax.infer.records import Request, Sample
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.scheduler import Scheduler
+from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from tests.laws.serving.kinds import PAGE, VOCAB
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
@@ -26,8 +27,8 @@ class Guesses:
 
     of = staticmethod(lambda tokens, most: [])
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        return Guesses.of(list(tokens), most)
+    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+        return [Guesses.of(list(sample.tokens.tokens), most) for sample in samples]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def no_guesses(monkeypatch):
 
 
 def drafting(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Engine:
-    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses, **options)
+    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses(), **options)
 
 
 @functools.cache
@@ -134,12 +135,21 @@ def test_bits_do_not_depend_on_guesses_of_others(monkeypatch):
 def test_a_text_that_repeats_comes_in_few_steps(monkeypatch):
     """It also shows that rules of a row hold in all its places."""
     given = emptied(engine("keys and values"))
-    drafter = RepeatedText()
-    monkeypatch.setattr(Guesses, "of", staticmethod(drafter.propose))
+    monkeypatch.setattr(given, "_drafter", RepeatedTexts())
     params = SamplingParams(max_tokens=21, allowed_token_ids=[5])
     [request] = served(given, [([1, 5, 5, 5], params)])
     assert request.output.outputs[0].token_ids == [5] * 21
     assert (given.verified, given.accepted) == (5, 15)
+
+
+@slow
+def test_a_model_guesses_its_own_tokens_at_every_temperature():
+    model = tiny_model("keys and values")
+    plain = served(engine("keys and values"), asks())
+    small = tiny_engine(model, limits=Limits(rows=2, chunk=32, length=80))
+    given = tiny_engine(model, drafts=DRAFTS, drafter=DraftModel(small))
+    assert_same(plain, served(given, asks()))
+    assert given.accepted > 0.9 * DRAFTS * (given.verified - len(plain))  # fewer at the ends
 
 
 def test_rules_that_depend_on_the_text_exclude_drafts(monkeypatch):
