@@ -23,7 +23,7 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
-from mjax.infer.drafts import Drafter, RepeatedTexts
+from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -141,17 +141,9 @@ class Engine:
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
-            largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
-            pages = fitting_pages(self.programs, self._params, largest)
-            sizes = sizes._replace(pages=pages)
-            self.programs = self.programs.resized(sizes)
-        lanes, caches = self.programs.lanes, cache_prefixes and not keeps_states(cfg)
-        window = longest_window(cfg)
-        self.lanes = [
-            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), window)
-            for _ in range(lanes)
-        ]
-        self._records = Records(lanes, limits, width)
+            self._fill_memory()
+        self.lanes = self._empty_lanes(cache_prefixes and not keeps_states(cfg))
+        self._records = Records(len(self.lanes), limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
@@ -164,6 +156,19 @@ class Engine:
         self._drafts, self._drafter = drafts, drafter or RepeatedTexts()
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
+
+    def _fill_memory(self) -> None:
+        """Give the programs as many pages as fit into memory."""
+        largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
+        pages = fitting_pages(self.programs, self._params, largest)
+        self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
+
+    def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
+        """The schedulers of all lanes, with pools of their own."""
+        pages, window = self.programs.sizes.pages, longest_window(self.cfg)
+        count = range(self.programs.lanes)
+        pools = [PagePool(pages, page=PAGE, cache_prefixes=cache_prefixes) for _ in count]
+        return [Scheduler(self.limits, pool, window) for pool in pools]
 
     # ---- requests --------------------------------------------------------------------------------
 

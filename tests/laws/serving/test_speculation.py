@@ -8,7 +8,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.infer.draft_model import DraftModel
-from mjax.infer.drafts import RepeatedTexts
+from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, Sample
 from mjax.infer.requests import SamplingParams

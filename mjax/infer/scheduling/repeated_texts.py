@@ -9,13 +9,19 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from mjax.infer.records import Sample
+from mjax.infer.scheduling.scheduler import Sequence as Tokens
+
+
+class Row(Protocol):
+    """A text that is made, as `records.Sample`."""
+
+    tokens: Tokens
 
 
 class Drafter(Protocol):
     """Guesses for the rows of an engine."""
 
-    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[Row], most: int) -> list[list[int]]:
         """At most so many guesses of what follows the tokens of each sample."""
 
 
@@ -23,9 +29,9 @@ class RepeatedTexts:
     """Guesses that texts repeat themselves, from the tokens of each alone."""
 
     def __init__(self):
-        self._of_samples: WeakKeyDictionary[Sample, RepeatedText] = WeakKeyDictionary()
+        self._of_samples: WeakKeyDictionary[Row, RepeatedText] = WeakKeyDictionary()
 
-    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[Row], most: int) -> list[list[int]]:
         found = []
         for sample in samples:
             text = self._of_samples.setdefault(sample, RepeatedText())
