@@ -1,8 +1,8 @@
 """Caches by slot: each row that is served has a place of its own in them.
 
 A state does not grow, an encoder's keys are written once, and relative biases need whole rows. So
-none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and writes
-what is new back. Slots after a row's last token are finite and never seen. The last slot is for
+none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and then
+puts them back. Slots after a row's last token are finite and never seen. The last slot is for
 rows without work.
 """
 

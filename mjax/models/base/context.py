@@ -87,7 +87,7 @@ class Probe:
     layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/base/activation_statistics.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
-        (`models/trace.py`).
+        (`infer/trace.py`).
     """
 
     layers: tuple[int, int] | None = None

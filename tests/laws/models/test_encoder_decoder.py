@@ -12,13 +12,13 @@ from flax import nnx
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.infer.trace import trace
 from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.relative_bias import buckets
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models import build, definition_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
-from mjax.models.trace import trace
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.batch import most_documents, only_padding_follows

@@ -11,13 +11,13 @@ from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.infer.trace import trace
 from mjax.models import build, definition_of
 from mjax.models.base.branch import BranchInputs, Source, branch_class
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.models.retrieval.chunked_attention import beside_neighbors
-from mjax.models.trace import trace
 from mjax.prove import Cell, make_batch, make_companions, make_trainer
 from tests.generation import complete
 
