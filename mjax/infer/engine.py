@@ -12,7 +12,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
-from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -34,9 +32,11 @@ from mjax.infer.programs import (
     fitting_pages,
 )
 from mjax.infer.records import (
+    Launched,
     Records,
     Request,
     Sample,
+    Update,
     Work,
     drafts_of,
     flat_ids,
@@ -49,8 +49,9 @@ from mjax.infer.records import (
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
-from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
+from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
+from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
@@ -61,31 +62,22 @@ GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
 _TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
-class Update(NamedTuple):
-    """A new token of a sample: text is what became certain with it."""
-
-    request: Request
-    sample: Sample
-    text: str
-
-
-class Launched(NamedTuple):
-    """A program in flight.
-
-    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
-    version: of the weights. drafts: of the rows, int32 [R, k], or None.
-    """
-
-    drawn: Drawn
-    scores: Scored | None
-    samples: dict[int, Sample]
-    version: int
-    drafts: np.ndarray | None
-    work: list[list[Work]]
-
-
 class Engine:
-    """Requests from `add` to their last token, by calls of `step`."""
+    """Requests from `add` to their last token, by calls of `step`. Its options:
+
+    eos: tokens that end a text. limits: their length is at most the model's.
+    pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
+    cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+    weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
+    fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
+    batch_invariant: whether the bits of a request do not depend on what runs beside it. All
+        steps then have the largest size, and a text begins when all its pages are free.
+    donate: frees `params` while they are copied.
+    drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
+        between steps; it pays where few texts repeat themselves much.
+    drafter: guesses tokens; None: as texts repeat themselves.
+    adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
+    """
 
     def __init__(
         self,
@@ -110,18 +102,6 @@ class Engine:
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
-        eos: tokens that end a text. limits: their length is at most the model's.
-        pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
-        cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
-        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
-        fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
-        batch_invariant: whether the bits of a request do not depend on what runs beside it. All
-            steps then have the largest size, and a text begins when all its pages are free.
-        donate: frees `params` while they are copied.
-        drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
-            between steps; it pays where few texts repeat themselves much.
-        drafter: guesses tokens; None: as texts repeat themselves.
-        adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
         require_generator(cfg)

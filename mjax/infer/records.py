@@ -86,6 +86,29 @@ class Work(NamedTuple):
     samples: bool
 
 
+class Update(NamedTuple):
+    """A new token of a sample: text is what became certain with it."""
+
+    request: Request
+    sample: Sample
+    text: str
+
+
+class Launched(NamedTuple):
+    """A program in flight.
+
+    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    version: of the weights. drafts: of the rows, int32 [R, k], or None.
+    """
+
+    drawn: Drawn
+    scores: Scored | None
+    samples: dict[int, Sample]
+    version: int
+    drafts: np.ndarray | None
+    work: list[list[Work]]
+
+
 class Records:
     """The records of all slots of all lanes; the slot after all is of rows without work."""
 

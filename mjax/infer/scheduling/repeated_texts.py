@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 
 
-class Row(Protocol):
+class TextInWork(Protocol):
     """A text that is made, as `records.Sample`."""
 
     tokens: Tokens
@@ -21,7 +21,7 @@ class Row(Protocol):
 class Drafter(Protocol):
     """Guesses for the rows of an engine."""
 
-    def propose(self, samples: Sequence[Row], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[TextInWork], most: int) -> list[list[int]]:
         """At most so many guesses of what follows the tokens of each sample."""
 
 
@@ -29,9 +29,9 @@ class RepeatedTexts:
     """Guesses that texts repeat themselves, from the tokens of each alone."""
 
     def __init__(self):
-        self._of_samples: WeakKeyDictionary[Row, RepeatedText] = WeakKeyDictionary()
+        self._of_samples: WeakKeyDictionary[TextInWork, RepeatedText] = WeakKeyDictionary()
 
-    def propose(self, samples: Sequence[Row], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[TextInWork], most: int) -> list[list[int]]:
         found = []
         for sample in samples:
             text = self._of_samples.setdefault(sample, RepeatedText())

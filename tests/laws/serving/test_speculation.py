@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
-from mjax.infer.draft_model import DraftModel
-from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, Sample
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
+from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
+from mjax.infer.small_engine import DraftModel
 from tests.laws.serving.kinds import PAGE, VOCAB
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
