@@ -9,6 +9,7 @@ runs beside it, when it came, or how often it was preempted.
 
 import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import numpy as np
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.infer.cache import require_decoder
 from mjax.infer.generate import mesh_of
 from mjax.infer.grammar import GrammarMatcher, Grammars
@@ -48,6 +49,7 @@ from mjax.models.attention.paged import PAGE
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
+DTYPES = "bfloat16", "float32", "float16"
 _TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
@@ -96,6 +98,8 @@ class Engine:
         require_decoder(cfg)
         if cache_dtype not in (None, "fp8"):
             raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
+        if dtype not in DTYPES:
+            raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
@@ -103,7 +107,7 @@ class Engine:
         self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         self._chunks = 1 if limits.prefill_alone else CHUNKS
         width = -(-limits.length // PAGE)
-        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8")
+        sizes = PoolSizes(2 if pages is None else pages, limits.rows, width, cache_dtype == "fp8")
         self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
@@ -142,8 +146,10 @@ class Engine:
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
-        prompt = list(map(int, prompt))
+        if request_id is None:
+            ids = map(str, itertools.count(number))
+            request_id = next(id for id in ids if id not in self.requests)
+        prompt = _ids_of(prompt)
         self._check(request_id, prompt, params)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
         request = Request(RequestOutput(request_id, text, prompt, []), params)
@@ -155,7 +161,8 @@ class Engine:
             tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
             tokens.waits = answer.waits
             seed = (number if params.seed is None else params.seed) % 2**32
-            draws = draws_of([params.sampling], _TOP if params.logprobs else 0)
+            top = min(_TOP, self.cfg.vocab_size) if params.logprobs else 0
+            draws = draws_of([params.sampling], top)
             request.samples.append(Sample(request, answer, tokens, seed, draws, lane))
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
@@ -244,7 +251,8 @@ class Engine:
 
         From then on a step takes the first of these kinds that does all that its rows need.
         """
-        self._warm = tuple(draws)
+        if self._state is None:
+            raise UserError("the engine sleeps; wake it before it warms up")
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self._sizes
@@ -255,6 +263,7 @@ class Engine:
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
+        self._warm = tuple(draws)
         return len(self._compiled)
 
     # ---- a step ----------------------------------------------------------------------------------
@@ -367,6 +376,8 @@ class Engine:
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         """Raise `UserError` for a request that cannot be served."""
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params is a {type(params).__name__}; give SamplingParams(..)")
         missing = {"adapter": "leave it out", "prompt_logprobs": "use mjax evaluate"}
         for name, remedy in missing.items():
             if getattr(params, name) is not None:
@@ -411,6 +422,12 @@ class Engine:
     def _load(self, number: int) -> int:
         lane = self.lanes[number]
         return len(lane.running) + len(lane.waiting)
+
+
+def _ids_of(prompt: Sequence[int]) -> list[int]:
+    wrong = f"a prompt is a {type(prompt).__name__}: {{reason}}; give a list of token ids"
+    with or_user_error(wrong, TypeError):
+        return [operator.index(token) for token in prompt]
 
 
 def limits_of(cfg: ModelConfig, given: Limits) -> Limits:
