@@ -190,10 +190,11 @@ class Engine:
         before = len(self._flying)
         decode, prefill = [], []
         for plan in plans:
-            tokens = [Work(self._of_tokens[t], t.computed - 1, 1, True) for t in plan.decode]
-            chunks = [self._work(chunk) for chunk in plan.chunks]
-            decode.append(tokens)
-            prefill.append(chunks)
+            # Samples of a plan may have ended since: a later lane may have read all tokens.
+            rows = [t for t in plan.decode if t in self._of_tokens]
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
+            decode.append([Work(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
+            prefill.append(list(map(self._work, chunks)))
         if any(decode):
             self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
         while any(prefill):
