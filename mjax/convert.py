@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     out = commands.add_parser("export", help="to a Hugging Face folder")
-    about = "a run or a checkpoint; RUN@best: the step of lowest held-out loss"
+    about = "a run or a checkpoint; RUN@best: its step of lowest held-out loss; RUN@160: a step"
     out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT", help=about)
     out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
@@ -141,7 +141,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from mjax.checkpoint.base.companion_files import read_side_files
+    from mjax.checkpoint.base.companion_files import read_side_files, with_tokenizer_of
     from mjax.interop.merge import RECORD, merged_source, stored_dtype, write_merged
     from mjax.interop.sources import source_of
 
@@ -156,6 +156,7 @@ def _merge(args: argparse.Namespace) -> int:
     elif dtype == "float16":
         raise UserError("--dtype float16 is for bases in Hugging Face's format; take bfloat16")
     extras.pop(RECORD, None)
+    extras = with_tokenizer_of(args.adapter, extras)
     write_merged(args.base, args.adapter, args.out, source, dtype, extras)
     print(f"{args.out}: {args.base} with the adapters in {args.adapter}, as {dtype}")
     return 0

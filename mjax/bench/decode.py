@@ -1,12 +1,12 @@
 """`python -m mjax.bench decode --config X [a.b=c ...]`: milliseconds a token of generation.
 
-A model of random weights continues random prompts greedily, as `mjax.generate.__main__` does.
-`prefill_ms` is the median time to the first token, `ms` that from one token to the next, of all
-rows at once. Every token must read all weights and the filled part of the cache once: `gb_read` is
-how much that is at the middle of the new tokens, and `bound_ms` how long it takes at `--bandwidth`.
-Embeddings count if the head reads them too. `--transformers` runs the same shapes by transformers
-first, with its static cache, which it compiles on GPUs. It runs in a process of its own, which has
-ended, with the memory of the GPU, before JAX takes the GPU here.
+A model of random weights continues random prompts greedily, on the engine of `infer/engine.py`.
+`prefill_ms` is the median time until all rows have a token, `ms` that from one token to the next,
+of all rows at once. Every token must read all weights and the filled part of the cache once:
+`gb_read` is how much that is at the middle of the new tokens, and `bound_ms` how long it takes at
+`--bandwidth`. Embeddings count if the head reads them too. `--transformers` runs the same shapes by
+transformers first, with its static cache, which it compiles on GPUs. It runs in a process of its
+own, which has ended, with the memory of the GPU, before JAX takes the GPU here.
 """
 
 import argparse
@@ -30,7 +30,10 @@ from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, program, read_numbers
-from mjax.infer.generate import Generator
+from mjax.infer.engine import Engine
+from mjax.infer.requests import SamplingParams
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.small_engine import bucket
 from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs
@@ -38,6 +41,7 @@ from mjax.sharding.spec import ParamSpec, is_spec
 
 # prompts [B, S] -> seconds from the start to each of the new tokens
 DecodeRun = Callable[[np.ndarray], list[float]]
+_CHUNK = 8192  # tokens of prompts in a step
 
 
 def main(argv: list[str]) -> int:
@@ -118,7 +122,7 @@ def measure_decode(
     cfg: ModelConfig, batches: list[int], args: argparse.Namespace
 ) -> Iterator[dict]:
     """A record for each batch."""
-    run = ENGINES[args.engine](cfg, args.new, args.dtype)
+    run = ENGINES[args.engine](cfg, max(batches), args)
     for batch in batches:
         yield {"bench": "decode"} | record(cfg, args.engine, run, batch, args)
 
@@ -172,17 +176,30 @@ def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
     return total
 
 
-def ours(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
-    """Generation by mjax, on one device."""
+def ours(cfg: ModelConfig, rows: int, args: argparse.Namespace) -> DecodeRun:
+    """Generation by mjax, on one device, of up to `rows` rows."""
     definition = definition_of(cfg)
-    params = random_weights(cfg, definition.specs, dtype)
-    generator = Generator(definition, params, cfg, dtype=dtype, donate=True)
+    params = random_weights(cfg, definition.specs, args.dtype)
+    chunk = min(bucket(rows * args.prompt), _CHUNK)
+    limits = Limits(rows, rows + chunk, chunk, args.prompt + args.new)
+    engine = Engine(
+        definition,
+        params,
+        cfg,
+        dtype=args.dtype,
+        limits=limits,
+        cache_prefixes=False,  # runs have the same prompts
+        donate=True,
+    )
 
     def run(ids: np.ndarray) -> list[float]:
         began, ends = time.perf_counter(), []
-        for token in generator.stream(ids.tolist(), new):
-            if token.row == 0:
-                ends.append(time.perf_counter() - began)
+        for prompt in ids.tolist():
+            last = engine.add(prompt, SamplingParams(max_tokens=args.new))
+        while engine.has_work:
+            for update in engine.step():
+                if update.request is last:
+                    ends.append(time.perf_counter() - began)
         return ends
 
     return run
@@ -211,15 +228,17 @@ def config_of_transformers(cfg: ModelConfig):
     return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
-def theirs(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
+def theirs(cfg: ModelConfig, rows: int, args: argparse.Namespace) -> DecodeRun:
     """Generation by transformers with a static cache, on the first GPU where there is one."""
     import torch
     import transformers
 
-    config = config_of_transformers(cfg)
+    config, new = config_of_transformers(cfg), args.new
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, args.dtype)
+        )
     model.eval()
 
     def run(ids: np.ndarray) -> list[float]:

@@ -6,6 +6,10 @@ times, so many a second on average. `first_ms` is the time from a request's arri
 token, `between_ms` from one token to the next of the same request; both as median and 99th
 percentile. `ms` is the median time of a step in which nothing else than decoding ran. Compiling and
 one short request come before all clocks.
+
+With `--drafts k` the engine guesses up to k tokens of each row and verifies them in one step;
+`accepted` is the mean number of right ones in a row with guesses. With `--repeat p` each prompt
+repeats p random tokens, and a random model soon repeats itself after it.
 """
 
 import argparse
@@ -35,16 +39,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in a step (2048)")
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
     parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
+    parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
+    parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parse_with_config(parser, argv)
     if args.config is None and not args.overrides:
         raise UserError("bench serve: no model; give --config configs/models/llama3_8b.yaml")
-    least = min(args.requests, args.prompt, args.rows, args.chunk, args.new - 1)
+    positive = args.requests, args.prompt, args.rows, args.chunk, args.new - 1, args.repeat or 1
+    least = min(*positive, args.drafts + 1)
     if least < 1 or (args.rate is not None and args.rate <= 0) or args.shared > args.prompt:
         raise UserError(
-            "bench serve: --requests, --prompt, --rows and --chunk are at least 1, --new 2, "
-            "--rate above 0, --shared at most --prompt"
+            "bench serve: --requests, --prompt, --rows, --chunk and --repeat are at least 1, "
+            "--new 2, --drafts 0, --rate above 0, --shared at most --prompt"
         )
     return report(args, measure_serving(load(args.config, args.overrides).model, args))
 
@@ -60,13 +68,17 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
         dtype=args.dtype,
         limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
         cache_dtype=args.cache_dtype,
+        weight_dtype=args.weight_dtype,
         donate=True,
+        drafts=args.drafts,
     )
     made = time.perf_counter()
     programs = engine.warm_up([GREEDY])
     ready = time.perf_counter()
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, cfg.vocab_size, (args.requests + 1, args.prompt))
+    if args.repeat is not None:
+        prompts = prompts[:, np.arange(args.prompt) % args.repeat]
     prompts[:, : args.shared] = prompts[0, : args.shared]
     run_load(engine, prompts[-1:], args.new, None)
     times = run_load(engine, prompts[:-1], args.new, args.rate)
@@ -90,7 +102,7 @@ def measure_serving(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict
     }
 
 
-_CASE = ("requests", "prompt", "new", "rows", "chunk", "rate", "shared", "cache_dtype")
+_CASE = "requests prompt new rows chunk rate shared drafts repeat cache_dtype weight_dtype".split()
 
 
 def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:
@@ -101,6 +113,7 @@ def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) 
     waiting = list(zip(arrivals, prompts.tolist(), strict=True))[::-1]
     came: dict[str, float] = {}
     ends: dict[str, list[float]] = {}
+    verified, accepted = engine.verified, engine.accepted
     steps, began = [], time.perf_counter()
     while waiting or engine.has_work:
         while waiting and waiting[-1][0] <= time.perf_counter() - began:
@@ -124,6 +137,9 @@ def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) 
         "seconds": rounded(total),
         "first_ms": _spread(first),
         "between_ms": _spread(between),
+        "accepted": rounded(
+            (engine.accepted - accepted) / max(engine.verified - verified, 1),
+        ),
     }
 
 

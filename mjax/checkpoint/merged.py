@@ -69,7 +69,7 @@ def merged(base: Source, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) ->
     Adapted weights are fp32, others as they are stored. Raises `UserError` where an array does not
     fit the model.
     """
-    _require_shapes(adapters, specs)
+    require_shapes(adapters, specs)
     whole, lengths, lock = adapters.whole, {}, threading.Lock()
 
     def held(path: Leaf, index: Index) -> np.ndarray:
@@ -98,7 +98,7 @@ def merged(base: Source, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) ->
     return replace(base, read=read)
 
 
-def _require_shapes(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> None:
+def require_shapes(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> None:
     """Raise `UserError` for an array that does not fit the model."""
     for path, array, wanted in _wanted_shapes(adapters, specs):
         if array.shape != wanted:

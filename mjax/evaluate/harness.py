@@ -8,7 +8,6 @@ BOS (or else the end-of-document token). Invariant: the order of answers is that
 """
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -21,8 +20,10 @@ from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.infer.cache import require_decoder
-from mjax.infer.generate import Generator, bucket
+from mjax.infer.engine import Engine
+from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
+from mjax.infer.small_engine import bucket, completed, small_engine
 from mjax.infer.text import windows
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, Kernels, tokens_of
@@ -69,11 +70,19 @@ class HarnessModel(LM):
         self._program = scorer(model)
 
     @functools.cached_property
-    def _generator(self) -> Generator:
+    def _engine(self) -> Engine:
         """Made for the first request that generates, because it holds a copy of the layers."""
         model = self._model
-        keywords = {"dtype": self._dtype, "tokenizer": self._tokenizer}
-        return Generator(model.definition, model.params, model.cfg, **keywords)
+        return small_engine(
+            model.definition,
+            model.params,
+            model.cfg,
+            [self.max_length - 1] * self.batch_size,
+            1,
+            dtype=self._dtype,
+            tokenizer=self._tokenizer,
+            eos=self._eos,
+        )
 
     # ---- requests: each has `args`, a tuple ----
 
@@ -98,26 +107,16 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """(context, settings) -> text up to a string of settings["until"] or the end of text."""
-        groups: dict[str, list[int]] = {}
+        prompts, params = [], []
         for number, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        out = [""] * len(requests)
-        for text, numbers in groups.items():
-            new, stop, sampling = settings(json.loads(text))
+            context, given = request.args
+            new, stop, sampling = settings(given)
             if new >= self.max_length:
                 raise UserError(f"max_gen_toks={new} leaves no room in {self.max_length} tokens")
-            ids = {n: self._encode(requests[n].args[0]) for n in numbers}
-            ids = {n: row[new - self.max_length :] or [self._start] for n, row in ids.items()}
-            numbers.sort(key=lambda n: len(ids[n]))  # noqa: B023
-            for at in range(0, len(numbers), self.batch_size):
-                part = numbers[at : at + self.batch_size]
-                prompts = [ids[n] for n in part]
-                prompts += prompts[-1:] * (self.batch_size - len(part))  # one program for all
-                options = dict(seed=at, eos=self._eos, stop=stop)
-                made = self._generator.complete(prompts, new, sampling, **options)
-                for n, row in zip(part, made, strict=False):
-                    out[n] = row.text
-        return out
+            prompts.append(self._encode(context)[new - self.max_length :] or [self._start])
+            drawn = {"max_tokens": new, "stop": stop, "seed": number}
+            params.append(SamplingParams(**drawn, **vars(sampling)))
+        return [made.text for made in completed(self._engine, prompts, params)]
 
     # ---- chat ----
 

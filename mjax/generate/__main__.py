@@ -21,6 +21,7 @@ from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
 from mjax.generate.options import add_model_arguments, image_scale, load_model
+from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
@@ -33,38 +34,51 @@ Prompt = str | list[dict]  # text, or the messages of a chat
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
-    sampling = Sampling(**settings)  # its mistakes should show before anything is loaded
+    most = args.max_new_tokens  # mistakes should show before anything is loaded
+    params = SamplingParams(max_tokens=most, seed=args.seed, stop=args.stop, **settings)
     prompts = read_prompts(args)
     import jax
 
     from mjax.data.multimodal.tiles import expanded
-    from mjax.infer.generate import Generator
+    from mjax.infer.small_engine import of_batch, small_engine
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
     mean, std = image_scale(args.ckpt) if args.image else (None, None)
     args.image_mean, args.image_std = args.image_mean or mean, args.image_std or std
     images, texts = read_images(args, model.cfg, tokenizer)
-    given = {"images": images, "audio": read_sounds(args, model.cfg)}
+    given = {"vision": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
     if model.cfg.vision.is_cut:
         ids = [expanded(row, model.cfg.vision.image_token_id, texts)[0] for row in ids]
-    keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
-    generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    items = {key: item for key, item in given.items() if item is not None}
-    items = jax.tree.map(lambda array: np.repeat(array, len(ids), axis=0), items)
-    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
-    tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
-    rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
-    for token in tokens:
-        piece = token.text
-        if args.logprobs:
-            piece = f"{token.id}\t{token.logprob:.6f}\t{json.dumps(piece, ensure_ascii=False)}\n"
-        if len(ids) == 1:
-            print(piece, end="", flush=True)
-        rows[token.row].append(piece)
+    items = {name: item for name, item in given.items() if item is not None}
+    items = jax.tree.map(lambda array: array[0], items)
+    engine = small_engine(
+        model.definition,
+        model.params,
+        model.cfg,
+        list(map(len, ids)),
+        most,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        eos=end_ids(folder, tokenizer),
+        donate=True,
+    )
+    each = zip(ids, of_batch(params, len(ids)), strict=True)
+    rows = {engine.add(row, own, items=items).output.request_id: [] for row, own in each}
+    while engine.has_work:
+        for update in engine.step():
+            made, pieces = update.sample.answer.output, rows[update.request.output.request_id]
+            piece, number = update.text, len(pieces)
+            if args.logprobs:
+                text = json.dumps(piece, ensure_ascii=False)
+                piece = f"{made.token_ids[number]}\t{made.logprobs[number]:.6f}\t{text}\n"
+            if len(ids) == 1:
+                print(piece, end="", flush=True)
+            pieces.append(piece)
     if len(ids) > 1:
-        print("\n".join(f"== prompt {i}\n{''.join(r)}" for i, r in rows.items()), end="")
+        texts = map("".join, rows.values())
+        print("\n".join(f"== prompt {i}\n{text}" for i, text in enumerate(texts)), end="")
     print(end="" if args.logprobs else "\n", flush=True)
 
 

@@ -18,7 +18,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--ckpt",
         type=as_path,
         required=True,
-        help="a run, a checkpoint, RUN@best or a Hugging Face folder",
+        help="a run, a checkpoint, RUN@best, RUN@160 or a Hugging Face folder",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
     kinds = ("float32", "bfloat16", "float16")

@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.schema.model import ModelConfig
@@ -75,16 +74,6 @@ def empty_cache(
     return KVCache(jax.tree.map(empty, specs), jnp.zeros(batch, jnp.int32))
 
 
-def cache_partitions(cfg: ModelConfig, parallel: Parallel, rows: PartitionSpec) -> KVCache:
-    """The partitions of a cache whose rows lie as `rows` says: heads over tp."""
-
-    def of_array(spec: CacheSpec) -> PartitionSpec:
-        return PartitionSpec(*rows, *partition(spec.axes[1:], parallel))
-
-    layers = jax.tree.map(of_array, cache_specs(cfg, 1, 1, parallel.tp, 1))
-    return KVCache(layers, rows)
-
-
 def extend(
     model: Decoder,
     cache: KVCache,
@@ -92,13 +81,15 @@ def extend(
     count: jax.Array | None = None,
     inputs: Mapping[str, jax.Array] = MappingProxyType({}),
     parallel: Parallel = LOCAL,
+    adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run ids [B, S] after what the cache holds -> final activations [B, S, D], the new cache.
 
     The first `count` int32 [B] ids of a row are real (None: all are), and activations of others
     mean nothing. The caller keeps `lengths` + S within the cache: slots are not checked while
-    tracing. `inputs` are what else the model reads in its first call (`Decoder.prompt`). On a mesh
-    it is a function of local shards, whose tokens tp does not cut.
+    tracing. `inputs` are what else the model reads in its first call (`Decoder.extend`). On a mesh
+    it is a function of local shards, whose tokens tp does not cut. `adapters` int32 [B] are the
+    slots of rows where the model has several (`Tokens.adapters`).
     """
     tokens = ids.shape[1]
     new = NewTokens(cache.lengths, count)
@@ -107,7 +98,7 @@ def extend(
         last = cache.lengths + jnp.maximum(count, 1) - 1
         positions = jnp.minimum(positions, last[:, None])  # tables have no rows for padding
         segments, added = new.is_real(tokens).astype(jnp.int32), count
-    info = replace(tokens_of(ids.shape, positions, segments), new=new)
+    info = replace(tokens_of(ids.shape, positions, segments), new=new, adapters=adapters)
     ctx = Context(parallel, kernels=Kernels(attention="xla"))
     x, _, layers = model.extend(ids, info, ctx, cache.layers, inputs)
     return x, KVCache(layers, cache.lengths + added)

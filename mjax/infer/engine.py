@@ -9,47 +9,62 @@ runs beside it, when it came, or how often it was preempted.
 
 import functools
 import itertools
-import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import UserError, or_user_error
-from mjax.infer.cache import require_decoder
-from mjax.infer.generate import mesh_of
+from mjax.errors import UserError
+from mjax.infer.caches.paged import PAGE
+from mjax.infer.checks import (
+    check_engine,
+    check_request,
+    ids_of,
+    keeps_states,
+    limits_of,
+    longest_window,
+)
+from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, fitting_pages
+from mjax.infer.programs import (
+    CHUNKS,
+    EnginePrograms,
+    PoolSizes,
+    StepState,
+    StepTokens,
+    fitting_pages,
+)
 from mjax.infer.records import (
     Records,
     Request,
     Sample,
     Work,
+    drafts_of,
     flat_ids,
     holding,
+    kept_places,
     powers_of_two,
+    read_scores,
     rules_of,
+    shown_tokens,
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
-from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
+from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import require_weights, take_apart
-from mjax.models.attention.paged import PAGE
+from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
+from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
-DTYPES = "bfloat16", "float32", "float16"
 _TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
@@ -62,11 +77,18 @@ class Update(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A program in flight: what it draws, for which samples by place, with which weights."""
+    """A program in flight.
+
+    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    version: of the weights. drafts: of the rows, int32 [R, k], or None.
+    """
 
     drawn: Drawn
+    scores: Scored | None
     samples: dict[int, Sample]
     version: int
+    drafts: np.ndarray | None
+    work: list[list[Work]]
 
 
 class Engine:
@@ -84,51 +106,72 @@ class Engine:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pages: int | None = None,
         cache_dtype: str | None = None,
+        weight_dtype: str | None = None,
         cache_prefixes: bool = True,
+        fixed_rows: bool = False,
+        batch_invariant: bool = False,
         donate: bool = False,
+        drafts: int = 0,
+        drafter: Callable[[], Drafter] = RepeatedText,
+        adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
         eos: tokens that end a text. limits: their length is at most the model's.
         pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
         cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
+        fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
+        batch_invariant: whether the bits of a request do not depend on what runs beside it. All
+            steps then have the largest size, and a text begins when all its pages are free.
         donate: frees `params` while they are copied.
+        drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
+            between steps; it pays where few texts repeat themselves much.
+        drafter: makes what guesses the tokens of one sample.
+        adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
-        require_decoder(cfg)
-        if cache_dtype not in (None, "fp8"):
-            raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
-        if dtype not in DTYPES:
-            raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
+        require_generator(cfg)
+        check_engine(cfg, dtype, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
-        self.limits = limits = limits_of(cfg, limits)
+        self.limits = limits = limits_of(cfg, limits, batch_invariant)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
-        self._params = take_apart(definition.specs, params, self._dtype, donate)
-        self._sizes = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
-        self._chunks = 1 if limits.prefill_alone else CHUNKS
-        width = -(-limits.length // PAGE)
-        sizes = PoolSizes(2 if pages is None else pages, limits.rows, width, cache_dtype == "fp8")
-        self.programs = EnginePrograms(definition, cfg, mesh_of(params), self._dtype, sizes)
+        self._form = form_of(weight_dtype, definition.specs)
+        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        decode = rows[-1:] if fixed_rows or batch_invariant else rows
+        self._sizes = decode, tokens[-1:] if batch_invariant else tokens
+        self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
+        width = -(-(limits.length + drafts) // PAGE)
+        self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
+        first = 2 if pages is None else pages
+        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
+        of_model = definition, cfg, mesh_of(params), self._dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
             pages = fitting_pages(self.programs, self._params, largest)
             sizes = sizes._replace(pages=pages)
             self.programs = self.programs.resized(sizes)
-        lanes, caches = self.programs.lanes, cache_prefixes and not _is_recurrent(cfg)
+        lanes, caches = self.programs.lanes, cache_prefixes and not keeps_states(cfg)
+        window = longest_window(cfg)
         self.lanes = [
-            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), _window(cfg))
+            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), window)
             for _ in range(lanes)
         ]
         self._records = Records(lanes, limits, width)
-        self._state = self.programs.empty()
+        self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, Sample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
-        self.version, self._paused = 0, False
+        self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
+        self._drafts, self._drafter = drafts, drafter
+        self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
+        self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -137,33 +180,50 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
+        items: Mapping[str, Item] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
         """Put a request into the queue; its output grows with each `step`.
 
-        text: of the prompt.
+        items: what stands in the places of its tokens, those of an item in order, by modality.
+            "vision": images fp32 [I, H, W, C] or `Tiled`; "audio": log-mel frames [I, F, M].
+        text: of the prompt, which an encoder reads if the model has one.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
         if request_id is None:
-            ids = map(str, itertools.count(number))
-            request_id = next(id for id in ids if id not in self.requests)
-        prompt = _ids_of(prompt)
-        self._check(request_id, prompt, params)
+            free = map(str, itertools.count(number))
+            request_id = next(id for id in free if id not in self.requests)
+        prompt = ids_of(prompt)
+        if self._sleeps:
+            raise UserError("the engine sleeps; wake it before it gets requests")
+        if request_id in self.requests:
+            raise UserError(f"request {request_id} is running already; give another id")
+        check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
         rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
-        request = Request(RequestOutput(request_id, text, prompt, []), params)
-        most = params.max_tokens or self.limits.length - len(prompt)
-        salt = () if params.cache_salt is None else (("salt", params.cache_salt),)
+        inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
+        begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
+        request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
+        if params.prompt_logprobs is not None:
+            request.output.prompt_logprobs = [None] * len(prompt)
+        most = params.max_tokens or self.limits.length - len(begin)
+        salts = {"salt": params.cache_salt, "adapter": params.adapter}
+        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=self._load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
-            tokens = Tokens(number, prompt, len(prompt) + most, params.priority, salt)
-            tokens.waits = answer.waits
+            tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
+            tokens.waits, tokens.whole = answer.waits, inputs is not None
+            tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
-            top = min(_TOP, self.cfg.vocab_size) if params.logprobs else 0
+            wanted = params.logprobs or params.prompt_logprobs
+            top = min(_TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
-            request.samples.append(Sample(request, answer, tokens, seed, draws, lane))
+            sample = Sample(request, answer, tokens, seed, draws, lane)
+            sample.drafter = self._drafter() if self._drafts else None
+            sample.adapter = self.adapters.get(params.adapter, 0)
+            request.samples.append(sample)
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
         self.requests[request_id] = request
@@ -186,6 +246,7 @@ class Engine:
         if self._paused:
             return self._read(all_but=0)
         found: list[Update] = []
+        self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
         before = len(self._flying)
         decode, prefill = [], []
@@ -196,12 +257,19 @@ class Engine:
             decode.append([Work(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
             prefill.append(list(map(self._work, chunks)))
         if any(decode):
-            self._launch(decode, holding(self._sizes[0], max(map(len, decode))))
+            rows = holding(self._sizes[0], max(map(len, decode)))
+            self._launch(decode, rows, StepTokens(drafts=drafts_of(decode, rows, self._drafts)))
+        for lane, chunks in enumerate(prefill):
+            if chunks and chunks[0].sample.tokens.whole:
+                alone = [chunks if number == lane else [] for number in range(len(prefill))]
+                self._prefill(alone, 1, self._whole_sizes, self._inputs(chunks[0].sample))
+                prefill[lane] = []
         while any(prefill):
-            self.prefills += 1
-            self._launch([chunks[: self._chunks] for chunks in prefill], None)
+            part = [chunks[: self._chunks] for chunks in prefill]
+            self._prefill(part, self._chunks, self._sizes[1])
             prefill = [chunks[self._chunks :] for chunks in prefill]
-        return found + self._read(all_but=len(self._flying) - before)
+        # Guesses need all tokens before them.
+        return found + self._read(all_but=0 if self._drafts else len(self._flying) - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
 
@@ -225,42 +293,51 @@ class Engine:
         found = self._read(all_but=0)
         places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
-        apart = take_apart(self._definition.specs, params, self._dtype, donate)
+        specs = self._definition.specs
+        apart = take_apart(specs, params, self._dtype, donate, self._form)
         self._params = jax.device_put(apart, places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
         return found
 
-    def sleep(self) -> None:
-        """Free the caches. Raises `UserError` while requests run."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the caches. Raises `UserError` while requests run.
+
+        weights: lets go of them, too; `update_weights` gives others.
+        """
         if self.requests or self._flying:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._state = None
+        self._state, self._sleeps = None, True
+        if weights:
+            self._params = None
         for lane in self.lanes:
             lane.pool.forget()
 
     def wake(self) -> None:
-        """Take memory for caches again after `sleep`."""
-        if self._state is None:
-            self._state = self.programs.empty()
+        """Take requests again after `sleep`."""
+        self._sleeps = False
 
     def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        From then on a step takes the first of these kinds that does all that its rows need.
+        From then on a step takes the first of these kinds that does all that its rows need. The
+        compiler tries kernels in memory that the caches take with the first request.
         """
-        if self._state is None:
+        if self._sleeps:
             raise UserError("the engine sleeps; wake it before it warms up")
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self._sizes
-        inputs = [(None, self._records.empty(n)) for n in rows]
+        inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
+        if self._drafts:
+            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
+            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
         for count in tokens:
             ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((ids, self._records.empty(self._chunks)))
+            inputs.append((StepTokens(ids), self._records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
@@ -277,13 +354,34 @@ class Engine:
         found += self._read(all_but=0)
         return lane.plan()
 
+    def _guess(self) -> None:
+        """Give drafts to all rows that may have some."""
+        for lane in self.lanes if self._drafts else ():
+            for tokens in lane.running.values():
+                sample = self._of_tokens[tokens]
+                if tokens.sampled and sample.may_draft:
+                    tokens.drafts = sample.drafter.propose(tokens.tokens, self._drafts)
+
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
-    def _launch(self, work: list[list[Work]], rows: int | None) -> None:
-        """Launch a program for the work of all lanes: of decoding `rows` rows, or of prefill."""
-        ids = None if rows else flat_ids(work, self._sizes[1])
-        rows = rows or self._chunks
+    def _inputs(self, sample: Sample) -> Mapping:
+        """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
+        lanes = len(self.lanes)
+        return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
+
+    def _prefill(
+        self, work: list[list[Work]], rows: int, sizes: Sequence[int], inputs: Mapping | None = None
+    ) -> None:
+        """Launch a program of prefill."""
+        self.prefills += 1
+        ids, labels = flat_ids(work, sizes), None
+        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+            labels = flat_ids(work, sizes, ahead=1)
+        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+
+    def _launch(self, work: list[list[Work]], rows: int, given: StepTokens) -> None:
+        """Launch a program for the work of all lanes."""
         records = self._records.write(work, rows)
         places: list[Sample | None] = [None] * len(records)
         samples: dict[int, Sample] = {}
@@ -292,25 +390,28 @@ class Engine:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
+        if self._state is None:
+            self._state = self.programs.empty()
         rules = rules_of(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
             self._count(filter(None, places))
-        program = self._program(ids, records, rules, draws)
-        self._state, drawn = program(self._params, self._state, ids, records, rules)
-        for array in jax.tree.leaves(drawn):
+        program = self._program(given, records, rules, draws)
+        self._state, *results = program(self._params, self._state, given, records, rules)
+        for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self._flying.append(Launched(drawn, samples, self.version))
+        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
     def _program(
-        self, ids: np.ndarray | None, records: np.ndarray, rules: RowRules, draws: Draws
+        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
-        shapes = [None if x is None else x.shape for x in (ids, records, *vars(rules).values())]
-        key = *shapes, draws, self._state.counts is None
+        arrays, tree = jax.tree.flatten((given, records, rules))
+        state = self.programs.abstract_state if self._state is None else self._state
+        key = *(array.shape for array in arrays), tree, draws, state.counts is None
         if key not in self._compiled:
-            inputs = self._params, self._state, ids, records, rules
+            inputs = self._params, state, given, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
@@ -325,11 +426,13 @@ class Engine:
             size = holding(powers_of_two(16, self.limits.length), len(tokens.tokens))
             ids = np.full(size, -1, np.int32)
             ids[: len(tokens.tokens)] = tokens.tokens
-            is_output = np.arange(size) >= len(sample.request.output.prompt_token_ids)
+            is_output = np.arange(size) >= sample.request.given
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
     def _begin_counts(self) -> None:
+        if self._state is None:
+            self._state = self.programs.empty()
         if self._state.counts is None:
             self._state = self._state._replace(counts=self.programs.empty_counts())
 
@@ -339,22 +442,27 @@ class Engine:
         """The tokens of programs in flight but the last launched ones; waits for them."""
         found = []
         while len(self._flying) > all_but:
-            drawn, samples, version = self._flying.popleft()
-            drawn = jax.tree.map(np.asarray, drawn)
+            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
+            if scores is not None:
+                read_scores(work, scores)
             for place, sample in samples.items():
-                if not sample.has_ended:
-                    text = self._push(sample, drawn, place, version)
-                    found.append(Update(sample.request, sample, text))
+                kept = kept_places(drawn.token, drafts, place)
+                for number in kept:
+                    if not sample.has_ended:
+                        text = self._push(sample, drawn, number, version, number > kept[0])
+                        found.append(Update(sample.request, sample, text))
+                self.verified += drafts is not None and drafts[place, 0] >= 0
+                self.accepted += len(kept) - 1
         return found
 
-    def _push(self, sample: Sample, drawn: Drawn, place: int, version: int) -> str:
+    def _push(
+        self, sample: Sample, drawn: Drawn, place: int, version: int, after_draft: bool
+    ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
-        self.lanes[sample.lane].read(tokens, token)
-        top, most = None, sample.request.params.logprobs
-        if most:
-            best = drawn.top_ids[place].tolist(), drawn.top_logprobs[place].tolist()
-            top = dict(itertools.islice(zip(*best, strict=True), most))
+        self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
+        top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
         if len(tokens.tokens) >= tokens.limit:
@@ -374,29 +482,6 @@ class Engine:
             self.requests.pop(output.request_id, None)
 
     # ---- parts -----------------------------------------------------------------------------------
-
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that cannot be served."""
-        if not isinstance(params, SamplingParams):
-            raise UserError(f"params is a {type(params).__name__}; give SamplingParams(..)")
-        missing = {"adapter": "leave it out", "prompt_logprobs": "use mjax evaluate"}
-        for name, remedy in missing.items():
-            if getattr(params, name) is not None:
-                raise UserError(f"SamplingParams: {name} is not built in the engine; {remedy}")
-        if self._state is None:
-            raise UserError("the engine sleeps; wake it before it gets requests")
-        if request_id in self.requests:
-            raise UserError(f"request {request_id} is running already; give another id")
-        if not prompt or min(prompt) < 0 or max(prompt) >= self.cfg.vocab_size:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens: give one or more ids in [0, "
-                f"{self.cfg.vocab_size}), by the tokenizer that the model was trained with"
-            )
-        if len(prompt) >= self.limits.length:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
-                f"{self.limits.length}, the longest text here; shorten it"
-            )
 
     def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         """Follows one sample through the form that a request gives."""
@@ -423,31 +508,3 @@ class Engine:
     def _load(self, number: int) -> int:
         lane = self.lanes[number]
         return len(lane.running) + len(lane.waiting)
-
-
-def _ids_of(prompt: Sequence[int]) -> list[int]:
-    wrong = f"a prompt is a {type(prompt).__name__}: {{reason}}; give a list of token ids"
-    with or_user_error(wrong, TypeError):
-        return [operator.index(token) for token in prompt]
-
-
-def limits_of(cfg: ModelConfig, given: Limits) -> Limits:
-    """Limits that a model allows: its length, and one prompt at a time where it has states."""
-    length = given.length
-    if cfg.position_embedding != "relative":
-        length = min(length, cfg.max_position_embeddings)
-    alone = given.prefill_alone or _is_recurrent(cfg)
-    return replace(given, length=length, prefill_alone=alone)
-
-
-def _is_recurrent(cfg: ModelConfig) -> bool:
-    """Whether a branch keeps a state, which only all tokens before give."""
-    return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
-
-
-def _window(cfg: ModelConfig) -> int | None:
-    """The tokens that a query sees if each attention layer has a window."""
-    attention = [BRANCHES[word] for word in cfg.branches if BRANCHES[word].has_heads]
-    if attention and all(branch.windowed for branch in attention):
-        return cfg.attention.sliding_window
-    return None

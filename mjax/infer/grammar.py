@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import UserError, first_line, or_user_error
+from mjax.errors import UserError, or_user_error
 from mjax.infer.requests import Structured
 
-_LARGEST = 1_000_000  # characters of a schema
+_MOST_LETTERS = 1_000_000  # characters of a schema
 # JSON as Python writes it. With free white space a model may write that alone, up to the limit.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -40,8 +40,10 @@ class Grammars:
     def matcher(self, form: Structured) -> "GrammarMatcher":
         """Follow one sample through a form. Raises `UserError` for a form that cannot be read."""
         found = self._library.LLMatcher(self._tokens, self._text(form), log_level=0)
+        if not found.is_error():
+            found.compute_bitmask()  # which finds out where no text has the form
         if found.is_error():
-            raise UserError(f"SamplingParams: structured: {first_line(found.get_error())}")
+            raise UserError(f"SamplingParams: structured: {_said_by(found)}")
         return GrammarMatcher(found, self._words)
 
     def _text(self, form: Structured) -> str:
@@ -53,8 +55,10 @@ class Grammars:
         wrong = "SamplingParams: structured: json_schema: {reason}"
         with or_user_error(wrong, (ValueError, TypeError, RecursionError)):
             schema = json.dumps(form.json_schema, allow_nan=False)
-            if len(schema) > _LARGEST:
-                raise UserError(f"SamplingParams: structured: json_schema: over {_LARGEST} letters")
+            if len(schema) > _MOST_LETTERS:
+                raise UserError(
+                    f"SamplingParams: structured: json_schema: over {_MOST_LETTERS} letters"
+                )
             return kind.grammar_from_json_schema(schema, overrides=_JSON)
 
 
@@ -70,7 +74,7 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
-        return first_line(ValueError(self._inner.get_error())) if self._inner.is_error() else ""
+        return _said_by(self._inner) if self._inner.is_error() else ""
 
     @property
     def is_complete(self) -> bool:
@@ -98,11 +102,16 @@ class GrammarMatcher:
         return GrammarMatcher(self._inner.deep_copy(), self._words)
 
 
+def _said_by(matcher) -> str:
+    """The error of a matcher of llguidance in one line."""
+    return " ".join(matcher.get_error().split())[:300]
+
+
 class _Vocabulary:
     """The bytes of tokens, as llguidance reads them.
 
-    A token of unknown bytes has none, so that it is never allowed. What a token stands for is read
-    after another one, for the first token of a text may lose a space.
+    A token of unknown bytes has none, so that it is never allowed. Tokens are decoded after another
+    one, for the first token of a text may lose a space.
     """
 
     is_tokenizer_wrapper = True
@@ -119,13 +128,13 @@ class _Vocabulary:
         for id in range(size):
             text = tokenizer.decode([*before, id])[start:]
             piece = tokenizer.piece_of(id) if tokenizer.piece_of else None
-            self.tokens.append(special[id].encode() or _bytes_of(text, piece))
+            self.tokens.append(special[id].encode() or _token_bytes(text, piece))
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode())
 
 
-def _bytes_of(text: str, piece: str | None) -> bytes:
+def _token_bytes(text: str, piece: str | None) -> bytes:
     """The bytes of a token that decodes to a text; none where they are not known."""
     if "\ufffd" not in text:
         return text.encode()

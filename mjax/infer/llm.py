@@ -21,6 +21,7 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
+from mjax.interop.adapter_stack import with_adapters
 from mjax.interop.pretrained import from_pretrained
 from mjax.json_file import read_json
 from mjax.sharding.mesh import make_mesh
@@ -43,7 +44,10 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_prefill_tokens: int = 2048,
         kv_cache_dtype: str | None = None,
+        quantization: str | None = None,
         enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        adapters: Mapping[str, str | Path] | None = None,
     ):
         """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
 
@@ -53,6 +57,10 @@ class LLM:
         max_num_seqs: texts that are made at a time.
         max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
         kv_cache_dtype: fp8, or default the model's.
+        quantization: fp8 rounds the weights of layers as they are loaded; default: none.
+        num_speculative_tokens: guessed in a row of a step where the text repeats itself; texts stay
+            as they are.
+        adapters: runs with adapters or folders of PEFT, by the name that requests give.
         Raises `UserError` for what cannot be loaded or served.
         """
         have = len(jax.devices())
@@ -67,6 +75,8 @@ class LLM:
             mesh = make_mesh(sizes, jax.devices()[:tensor_parallel_size])
         dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
+        if adapters:
+            loaded = with_adapters(loaded, adapters.values())
         name = tokenizer or tokenizer_of(model)
         self.folder = loaded.tokenizer_dir
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
@@ -85,7 +95,10 @@ class LLM:
                 ),
             ),
             cache_dtype=kv_cache_dtype,
+            weight_dtype=quantization,
             cache_prefixes=enable_prefix_caching,
+            drafts=num_speculative_tokens,
+            adapters=tuple(adapters or ()),
             donate=True,
         )
 

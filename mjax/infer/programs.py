@@ -10,33 +10,49 @@ own. Invariant: what a row gives depends on its record and its pages alone.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.sample import Counts, Drawn, DrawRows, Draws, RowRules, Sampling, draw
-from mjax.infer.weights import partitions_apart
+from mjax.infer.caches.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
+from mjax.infer.sample import (
+    Counts,
+    Drawn,
+    DrawRows,
+    Draws,
+    RowRules,
+    Sampling,
+    Scored,
+    draw,
+    scored,
+    verify,
+)
+from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
-from mjax.models.attention.paged import PAGE, PagedKeysValues, PagedLatents
+from mjax.models.attention.cross import SourceKeysValues
+from mjax.models.base.adapted import has_slots
 from mjax.models.base.branch import CacheSpec, branch_class
-from mjax.models.base.context import Context, PagedTokens, tokens_of
+from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
-from mjax.models.recurrent.recurrent_mixer import RecurrentCache, SlotStates
+from mjax.models.recurrent.recurrent_mixer import RecurrentCache
 from mjax.models.runtime.run import Caches
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards, parallel_of
 from mjax.sharding.rules import partition
 
+_LOGITS = 2**26  # fp32 numbers that scores of prompts make at a time
 _SPARE = 0.03  # of memory that caches leave free
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
 
@@ -46,11 +62,13 @@ def record_dtype(width: int) -> np.dtype:
 
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
+    adapter: the slot of its adapter where the model has several, else 0.
     seed, index: of its noise. Settings of `Sampling`, by name.
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    numbers = [(name, "<i4") for name in ("length", "count", "slot", "samples", "index")]
+    names = "length", "count", "slot", "samples", "index", "adapter"
+    numbers = [(name, "<i4") for name in names]
     return np.dtype([*numbers, ("seed", "<u4"), *settings, ("table", "<i4", (width,))])
 
 
@@ -58,12 +76,29 @@ class PoolSizes(NamedTuple):
     """Sizes of one lane: pages, rows at a time, and pages of the longest row.
 
     eight_bits: whether keys and values are cached in e4m3.
+    drafts: guessed tokens of a row that a step of decoding may verify.
     """
 
     pages: int
     rows: int
     width: int
     eight_bits: bool = False
+    drafts: int = 0
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a step that the host knows; without `ids` it is one of decoding.
+
+    ids: int32 [lanes, T], the tokens of prefill.
+    labels: int32 [lanes, T], the tokens after them, if their log-probabilities are wanted.
+    drafts: int32 [lanes * R, k], guesses of the tokens after each row's last one; -1: none.
+    inputs: what the model reads beside a prompt (`Decoder.extend`), [lanes, ..] each, or None.
+    """
+
+    ids: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    drafts: np.ndarray | None = None
+    inputs: Mapping | None = None
 
 
 class StepState(NamedTuple):
@@ -93,14 +128,19 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
         for word in branches_of(kind):
             of_layer, module = cfg.of_layer(kind), branch_class(word)
             found = module.cache(of_layer, sizes.pages, PAGE, tp)
+            by_slot = of_layer, sizes.rows + 1, sizes.width * PAGE, tp
             match found:
+                case SourceKeysValues():
+                    found = SlotSources(*module.cache(*by_slot))
+                case KeysValues() if cfg.position_embedding == "relative":
+                    found = SlotKeysValues(*module.cache(*by_slot))
                 case KeysValues():
                     found = PagedKeysValues(*found)
                     found = found.in_8_bits() if sizes.eight_bits else found
                 case Latents():
                     found = PagedLatents(*found)
                 case RecurrentCache():
-                    found = SlotStates(*module.cache(of_layer, sizes.rows + 1, PAGE, tp))
+                    found = SlotStates(*module.cache(*by_slot))
                 case None:
                     pass
                 case _:
@@ -126,6 +166,8 @@ def fitting_pages(
     if "bytes_limit" not in stats:
         return 2 + sizes.rows * -(-sizes.width // 4)
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
+    if one == two:  # all caches lie in slots
+        return 1 + sizes.rows * sizes.width
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
     for tokens, rows in largest:
@@ -151,6 +193,7 @@ class EnginePrograms:
     mesh: Mesh | None
     dtype: jnp.dtype
     sizes: PoolSizes
+    form: Form | None = None  # of matmul weights, if they are rounded
 
     @functools.cached_property
     def parallel(self) -> Parallel:
@@ -189,11 +232,28 @@ class EnginePrograms:
 
     def lowered(self, params: dict, tokens: int | None, rows: int) -> jax.stages.Lowered:
         """A greedy step before it is compiled: of prefill of `tokens`, or of decoding."""
-        state = jax.eval_shape(self._empty)
-        ids = None if tokens is None else np.zeros((self.lanes, tokens), np.int32)
+        state, rows_here = self.abstract_state, self.lanes * rows
+        if tokens is not None:
+            given = StepTokens(np.zeros((self.lanes, tokens), np.int32))
+        elif self.sizes.drafts:
+            given = StepTokens(drafts=np.zeros((rows_here, self.sizes.drafts), np.int32))
+        else:
+            given = StepTokens()
         width = record_dtype(self.sizes.width).itemsize // 4
-        records = np.zeros((self.lanes * rows, width), np.int32)
-        return self.step.lower(params, state, ids, records, RowRules(), draws=Draws())
+        records = np.zeros((rows_here, width), np.int32)
+        return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
+
+    @functools.cached_property
+    def abstract_state(self) -> StepState:
+        """The state without rows, as shapes with their shardings."""
+        shapes, shardings = jax.eval_shape(self._empty), self._shardings(self._states(False))
+        if shardings is None:
+            return shapes
+
+        def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, shapes, shardings)
 
     def _empty(self) -> StepState:
         def cache(spec: CacheSpec) -> jax.Array:
@@ -217,12 +277,12 @@ class EnginePrograms:
         return jax.jit(make, out_shardings=self._shardings(Counts(self.rows, self.rows)))()
 
     @functools.cached_property
-    def step(self) -> Callable[..., tuple[StepState, Drawn]]:
-        """f(params, state, ids, records, rules, *, draws), which takes the state.
+    def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None]]:
+        """f(params, state, tokens, records, rules, *, draws), which takes the state.
 
-        ids: int32 [lanes, T] of prefill, or None: each record is of a row with one new token.
-        records: int32 [lanes * R, C], as `record_dtype` says.
-        Returns the state and what was drawn for each record, for the host.
+        tokens: `StepTokens`. records: int32 [lanes * R, C], as `record_dtype` says.
+        Returns the state, and for the host what was drawn for each record, with k drafts in its
+        1 + k places, and how likely each of `labels` is, [lanes * T].
         """
         return jax.jit(self._step, static_argnames="draws", donate_argnames="state")
 
@@ -243,65 +303,106 @@ class EnginePrograms:
 
         return jax.jit(counted, donate_argnames="state")
 
-    def _step(self, params, state: StepState, ids, records, rules: RowRules, draws: Draws):
+    def _step(self, params, state: StepState, tokens, records, rules: RowRules, draws: Draws):
         function = functools.partial(self._on_lane, draws)
-        inputs = params, state, ids, records, rules
+        inputs = params, state, tokens, records, rules
         if self.mesh is None:
             return function(*inputs)
         devices = self.mesh.devices.flat
         if devices[0].platform == "cpu" and len(devices) > 1:
             function = in_program_order(function)
         states = self._states(state.counts is not None)
-        weights = partitions_apart(self.definition.specs, self.parallel)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
         partitions = weights, states, self.rows, self.rows, self.rows
-        outputs = states, PartitionSpec()
+        outputs = states, PartitionSpec(), PartitionSpec()
         return on_shards(function, self.mesh, partitions, outputs)(*inputs)
 
-    def _on_lane(self, draws: Draws, params, state: StepState, ids, records, rules: RowRules):
+    def _on_lane(
+        self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
+    ) -> tuple[StepState, Drawn, Scored | None]:
         model = self.definition.bind(params, self.parallel)
         row = unpacked(records, record_dtype(self.sizes.width))
-        ids, new, positions = self._tokens(state, ids, row)
-        info = tokens_of(ids.shape, positions, jnp.ones_like(ids))
-        x, _, caches = model.extend(
-            ids, replace(info, new=new), Context(self.parallel), state.caches, {}
-        )
-        x = x.reshape(-1, x.shape[-1])
+        ids, info = self._tokens(state, tokens, row)
+        new = info.new
+        # Kernels of training have no mask for the keys of a source that lie in slots.
+        kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
+        ctx = Context(self.parallel, kernels=kernels)
+        x, _, caches = model.extend(ids, info, ctx, state.caches, tokens.inputs or {})
+        x, scores = x.reshape(-1, x.shape[-1]), None
+        if tokens.labels is not None:
+            scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)
         if new.each is None:
             x = x[jnp.maximum(new.rows.starts[1:] - 1, 0)]
-        drawn = draw(model.logits(x, self.parallel), self._draw_rows(state, row, rules), draws)
+        rows = self._draw_rows(state, row, rules, new.each or 1)
+        drawn = draw(model.logits(x, self.parallel), rows, draws)
+        token, counts = drawn.token, state.counts
+        if tokens.drafts is not None:
+            each = token.reshape(-1, new.each)
+            accepted = verify(tokens.drafts, each)
+            token = jnp.take_along_axis(each, accepted[:, None], 1)[:, 0]
         slot = jnp.where(row["samples"] == 1, row["slot"], self.sizes.rows)
-        last, counts = state.last.at[slot].set(drawn.token), state.counts
         if draws.penalties:
-            outputs = counts.outputs.at[slot, drawn.token].add(1)
+            outputs = counts.outputs.at[slot, token].add(1)
             counts = replace(counts, outputs=outputs)
-        state = StepState(caches, last, counts)
+        state = StepState(caches, state.last.at[slot].set(token), counts)
         axes = mesh_axes(self.rows)
-        return state, jax.tree.map(lambda x: self.parallel.all_gather(x, axes, 0), drawn)
+        whole = functools.partial(self.parallel.all_gather, axes=axes, dim=0)
+        return state, *jax.tree.map(whole, (drawn, scores))
+
+    def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array, top: int) -> Scored:
+        """How likely labels [T] are after x [T, D]; logits exist for a part of them at a time."""
+        most = max(_LOGITS // self.cfg.vocab_size, 1)
+        size = math.gcd(len(x), 1 << (most.bit_length() - 1))
+
+        def of_part(part: tuple[jax.Array, jax.Array]) -> Scored:
+            return scored(model.logits(part[0], self.parallel), part[1], top)
+
+        parts = x.reshape(-1, size, x.shape[-1]), labels.reshape(-1, size)
+        found = jax.lax.map(of_part, parts)
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
 
     def _tokens(
-        self, state: StepState, ids: jax.Array | None, row: dict[str, jax.Array]
-    ) -> tuple[jax.Array, PagedTokens, jax.Array]:
-        """The ids of a step, [R, 1] or [1, T], their places in caches, and their positions."""
-        count = len(row["count"])
-        if ids is None:
-            starts = jnp.arange(count + 1, dtype=jnp.int32)
-            ids, each, real = state.last[row["slot"]][:, None], 1, None
+        self, state: StepState, tokens: StepTokens, row: dict[str, jax.Array]
+    ) -> tuple[jax.Array, Tokens]:
+        """The ids of a step, [R, each] or [1, T], and facts about them.
+
+        A row has all its places for drafts. Those beyond its pages are in the null page.
+        """
+        count, lengths = len(row["count"]), row["length"]
+        if tokens.ids is None:
+            ids, real = state.last[row["slot"]][:, None], None
+            if tokens.drafts is not None:
+                ids = jnp.concatenate([ids, jnp.maximum(tokens.drafts, 0)], 1)
+            each = ids.shape[1]
+            starts = each * jnp.arange(count + 1, dtype=jnp.int32)
+            lengths = jnp.where(lengths > 0, lengths + each - 1, 0)
         else:
+            ids, each = tokens.ids, None
             ends = jnp.cumsum(row["count"], dtype=jnp.int32)
-            starts, each = jnp.concatenate([jnp.zeros_like(ends[:1]), ends]), None
+            starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
             real = ends[-1:]
-        rows = PagedRows(row["table"], row["length"], starts)
+        rows = PagedRows(row["table"], lengths, starts)
         of_token, position = tokens_of_rows(rows, ids.size)
         pages, places = places_of_tokens(rows, of_token, position, PAGE)
         new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        return ids, new, jnp.maximum(position, 0).reshape(ids.shape)
+        positions = jnp.maximum(position, 0).reshape(ids.shape)
+        info = replace(tokens_of(ids.shape, positions, jnp.ones_like(ids)), new=new)
+        if has_slots(self.definition.specs):
+            info = replace(info, adapters=row["adapter"][of_token].reshape(ids.shape))
+        return ids, info
 
-    def _draw_rows(self, state: StepState, row: dict, rules: RowRules) -> DrawRows:
+    def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
+        """The rows of `draw`, of each record `each` one after the other."""
         settings = {f.name: row[f.name] for f in fields(Sampling)}
         counts = state.counts
         if counts is not None:
             counts = jax.tree.map(lambda x: x[row["slot"]], counts)
-        return DrawRows(settings, row["seed"], row["index"], row["length"], counts, rules)
+        rows = DrawRows(settings, row["seed"], row["index"], row["length"], counts, rules)
+        if each == 1:
+            return rows
+        rows = jax.tree.map(lambda x: jnp.repeat(x, each, 0), rows)
+        after = jnp.arange(len(rows.position), dtype=jnp.int32) % each
+        return replace(rows, position=rows.position + after)
 
     def _states(self, has_counts: bool) -> StepState:
         """The partitions of a state."""

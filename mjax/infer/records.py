@@ -5,25 +5,31 @@ of decoding copies records and fills in lengths. Invariant: a record says all th
 on, besides the tokens that its pages hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from mjax.infer.drafts import Drafter
 from mjax.infer.programs import record_dtype
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
-from mjax.infer.sample import Draws, RowRules
+from mjax.infer.sample import Drawn, Draws, RowRules, Scored
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its samples, as the engine follows them."""
+    """A prompt and its samples, as the engine follows them.
+
+    given: tokens before those that are made. inputs: what is read beside them (`whole_inputs`).
+    """
 
     output: RequestOutput
     params: SamplingParams
+    given: int
+    inputs: Mapping | None = None
     samples: list["Sample"] = field(default_factory=list)
 
 
@@ -34,7 +40,7 @@ class Sample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
-    penalties.
+    penalties. drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
     """
 
     request: Request
@@ -46,6 +52,19 @@ class Sample:
     written: int = 0
     table: tuple[int, int] = (0, 0)
     counted: int = 0
+    drafter: Drafter | None = None
+    adapter: int = 0
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next tokens may be guessed: none of its rules depends on the text so far."""
+        enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
+        return enough and not self.answer.waits and not self.draws.penalties
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still missing."""
+        return not self.tokens.reads_prefix
 
     @property
     def has_rules(self) -> bool:
@@ -106,7 +125,8 @@ class Records:
         if sample.written != tokens.admissions:  # others may have had the slot meanwhile
             sample.written, sample.table = tokens.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
-            settings = settings | {"seed": sample.seed, "index": sample.answer.output.index}
+            own = {"seed": sample.seed, "index": sample.answer.output.index}
+            settings = settings | own | {"adapter": sample.adapter}
             for name, value in settings.items():
                 lane[name][tokens.slot] = value
             lane["table"][tokens.slot] = 0
@@ -116,18 +136,76 @@ class Records:
             lane["table"][tokens.slot, : len(tokens.pages)] = tokens.pages
 
 
-def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int]) -> np.ndarray:
-    """The tokens of prefill, int32 [lanes, T]; T is the first of `sizes` that holds all."""
+def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int], *, ahead: int = 0) -> np.ndarray:
+    """The tokens of prefill, int32 [lanes, T]; T is the first of `sizes` that holds all.
+
+    `ahead`: take the token so many places after each; 0 where it is not known.
+    """
     lanes = []
     for lane in work:
         tokens: list[int] = []
         for sample, first, count, _ in lane:
-            tokens += sample.tokens.tokens[first : first + count]
+            own = sample.tokens.tokens[first + ahead : first + ahead + count]
+            tokens += own + [0] * (count - len(own))
         lanes.append(tokens)
     ids = np.zeros((len(lanes), holding(sizes, max(map(len, lanes)))), np.int32)
     for row, tokens in zip(ids, lanes, strict=True):
         row[: len(tokens)] = tokens
     return ids
+
+
+def drafts_of(work: Sequence[Sequence[Work]], rows: int, most: int) -> np.ndarray | None:
+    """The drafts of a step of decoding, int32 [lanes * rows, most], -1: none; None: no row has any.
+
+    Rows of a step have equally many places for drafts.
+    """
+    if not any(entry.sample.tokens.drafts for lane in work for entry in lane):
+        return None
+    table = np.full((len(work) * rows, most), -1, np.int32)
+    for number, lane in enumerate(work):
+        for place, entry in enumerate(lane, number * rows):
+            own = entry.sample.tokens.drafts
+            table[place, : len(own)] = own
+    return table
+
+
+def kept_places(tokens: np.ndarray, drafts: np.ndarray | None, place: int) -> range:
+    """The places among drawn tokens of those that a row keeps: after right drafts, and one more.
+
+    tokens: int32 [R * (1 + k)]. drafts: int32 [R, k], or None if k is 0.
+    """
+    if drafts is None:
+        return range(place, place + 1)
+    most = drafts.shape[1]
+    first = place * (1 + most)
+    is_right = tokens[first : first + most] == drafts[place]
+    return range(first, first + 1 + int(np.cumprod(is_right).sum()))
+
+
+def shown_tokens(found: Drawn | Scored, place: int, count: int) -> dict[int, float]:
+    """Log-probabilities of the `count` likeliest tokens at a place, by id."""
+    if not count:
+        return {}
+    ids, values = found.top_ids[place, :count], found.top_logprobs[place, :count]
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def read_scores(work: Sequence[Sequence[Work]], scores: Scored) -> None:
+    """Add to prompts that want it how likely their tokens are; `scores` [lanes * T] of `work`."""
+    size = len(scores.logprob) // len(work)
+    for number, lane in enumerate(work):
+        place = number * size
+        for sample, first, count, _ in lane:
+            output = sample.request.output
+            prompt, most = output.prompt_token_ids, sample.request.params.prompt_logprobs
+            known = min(count, len(prompt) - first - 1) if sample.scores_prompt else 0
+            for i in range(known):
+                token = prompt[first + i + 1]
+                own = {token: float(scores.logprob[place + i])}
+                output.prompt_logprobs[first + i + 1] = shown_tokens(scores, place + i, most) | own
+            if first + count >= len(prompt):
+                sample.tokens.reads_prefix = True
+            place += count
 
 
 def rules_of(places: Sequence[Sample | None], vocabulary: int) -> RowRules:

@@ -1,4 +1,4 @@
-"""What a user asks of a text, with vLLM's names of fields, and what comes back.
+"""Requests for texts, with vLLM's names of fields, and what comes back.
 
 `SamplingParams` is checked where it is made: each mistake is one line that names its field.
 `resolve` turns it into ids of a vocabulary. `Answer` follows one sample while it is made: its
@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -28,6 +29,21 @@ from mjax.infer.sample import RowRules, Sampling
 from mjax.infer.text import TextStream
 
 _MOST = 1024  # entries of a list
+
+
+def _whole_number(text: Any) -> Any:
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
+
+
+def _with_names(given: Any) -> Any:
+    """A dictionary whose keys are texts, as those of calls have to be."""
+    if not isinstance(given, dict):
+        return given
+    return {
+        key if isinstance(key, str) else reprlib.repr(key): value for key, value in given.items()
+    }
+
+
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 _Ids = Annotated[tuple[_Id, ...], Strict(False), Field(max_length=_MOST)]
@@ -37,8 +53,7 @@ _Texts = Annotated[
     Field(max_length=64),
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
-_Key = Annotated[_Id, BeforeValidator(lambda key: int(key) if str(key).isdecimal() else key)]
+_Key = Annotated[_Id, BeforeValidator(_whole_number)]  # keys of JSON are texts
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Shown = Annotated[int, Field(ge=0, le=20)]  # tokens of which log-probabilities are shown
 
@@ -111,7 +126,7 @@ class SamplingParams(_Checked):
     allowed_token_ids: Annotated[tuple[_Id, ...], Strict(False), Field(min_length=1)] | None = None
     logprobs: _Shown | None = None
     prompt_logprobs: _Shown | None = None
-    structured: Structured | None = None
+    structured: Annotated[Structured, BeforeValidator(_with_names)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: _Text | None = None
     adapter: _Text | None = None
@@ -335,7 +350,11 @@ class Answer:
         top: Mapping[int, float] | None = None,
         version: int = 0,
     ) -> str:
-        """Add a token, unless the sample has ended; returns the text that is now certain."""
+        """Add a token, unless the sample has ended; returns the text that is now certain.
+
+        `top`: log-probabilities of the likeliest tokens, the likeliest first; those that the
+        request does not ask for are left out.
+        """
         out, params = self.output, self.params
         if out.finish_reason is not None:
             return ""
@@ -344,7 +363,8 @@ class Answer:
         out.processed_logprobs.append(processed)
         out.weight_versions.append(version)
         if out.top_logprobs is not None:
-            out.top_logprobs.append({**(top or {}), token: logprob})
+            shown = islice((top or {}).items(), params.logprobs)
+            out.top_logprobs.append({**dict(shown), token: logprob})
         made = len(out.token_ids)
         may_stop = made >= max(params.min_tokens, 1)
         is_end = token in self.rules.ends and may_stop
@@ -420,10 +440,10 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     given = [mask for mask in masks if mask is not None]
     ids, values, banned, allowed = None, None, None, None
     if any(biases):
-        ids = _table([[*bias] for bias in biases], np.int32, -1)
-        values = _table([[*bias.values()] for bias in biases], np.float32, 0)
+        ids = _columns([[*bias] for bias in biases], np.int32, -1)
+        values = _columns([[*bias.values()] for bias in biases], np.float32, 0)
     if any(bans):
-        banned = _table(bans, np.int32, -1)
+        banned = _columns(bans, np.int32, -1)
     if given:
         allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
         for row, mask in enumerate(masks):
@@ -431,7 +451,7 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     return RowRules(ids, values, allowed, banned)
 
 
-def _table(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+def _columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
     """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
     width, longest = 16, max(map(len, rows))
     while width < longest:

@@ -12,6 +12,7 @@ differs only where top-p and min-p are both set.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.errors import UserError
-from mjax.infer.sampling.limits import limited
+from mjax.infer.sampling.limits import likeliest, limited
 from mjax.infer.sampling.noise import noise
 
 # The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
@@ -138,17 +139,6 @@ class Counts:
     prompt: jax.Array
     outputs: jax.Array
 
-    @classmethod
-    def of_prompts(cls, ids: jax.Array, is_real: jax.Array, vocabulary: int) -> "Counts":
-        """Counts before the first output of prompts [R, S], less what is_real [R, S] leaves out."""
-        rows = jnp.arange(len(ids))[:, None]
-        prompt = jnp.zeros((len(ids), vocabulary), bool).at[rows, ids].max(is_real)
-        return cls(prompt, jnp.zeros(prompt.shape, jnp.int32))
-
-    def add(self, token: jax.Array) -> "Counts":
-        """Counts with one more output int32 [R] of each row."""
-        return Counts(self.prompt, self.outputs.at[jnp.arange(len(token)), token].add(1))
-
 
 @register_dataclass
 @dataclass(frozen=True)
@@ -188,6 +178,14 @@ class Drawn:
     top_logprobs: jax.Array | None = None
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of given tokens, and of the likeliest ones; fields as in `Drawn`."""
+
+    logprob: jax.Array
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+
+
 def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
     """A token of each row of logits fp32 [R, V]; `draws` covers what `rows` ask for."""
     z = biased(logits, rows.rules)
@@ -195,52 +193,64 @@ def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         z = penalized(z, rows.counts, rows.settings)
     z = forbidden(z, rows.rules)
     token = jnp.argmax(z, -1).astype(jnp.int32)
+    left = _below_largest(z)
     if draws.random:
         hot = rows.settings["temperature"] > 0
-        # Differences to the likeliest, which at the least temperature are 0 or minus infinity.
+        # At the least temperature differences to the likeliest become 0 or minus infinity.
         divisor = jnp.maximum(jnp.where(hot, rows.settings["temperature"], 1.0), _LEAST)
-        left = (z - z.max(-1, keepdims=True)) / divisor[:, None]
+        left = left / divisor[:, None]
         if draws.limited:
             left = jnp.where(hot[:, None], limited(left, rows.settings), left)
         gumbel = noise(rows.seed, rows.index, rows.position, z.shape[-1])
-        drawn = jnp.argmax(left + gumbel, -1).astype(jnp.int32)
-        token = jnp.where(hot, drawn, token)
-        z = left
-    if not draws.top:
-        return Drawn(token, _log_prob(logits, token), _log_prob(z, token))
-    _, ids = jax.lax.top_k(logits, draws.top)
-    best = jax.vmap(_log_prob, (None, 1), 1)(logits, ids)
-    return Drawn(token, _log_prob(logits, token), _log_prob(z, token), ids, best)
+        token = jnp.where(hot, jnp.argmax(left + gumbel, -1).astype(jnp.int32), token)
+    own = scored(logits, token, draws.top)
+    return Drawn(token, own.logprob, _log_prob(left, token), own.top_ids, own.top_logprobs)
 
 
-def _log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """Log-probabilities fp32 [R] of tokens; a constant added to a row's logits changes no bit."""
-    logits = logits - logits.max(-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    return chosen - jnp.log(jnp.exp(logits).sum(-1))
+def scored(logits: jax.Array, token: jax.Array, top: int) -> Scored:
+    """Log-probabilities of tokens int32 [R] and of the `top` likeliest by logits fp32 [R, V]."""
+    own = _below_largest(logits)
+    found = Scored(_log_prob(own, token))
+    if not top:
+        return found
+    ids = likeliest(logits, top)
+    return found._replace(top_ids=ids, top_logprobs=jax.vmap(_log_prob, (None, 1), 1)(own, ids))
+
+
+def _below_largest(logits: jax.Array) -> jax.Array:
+    return logits - logits.max(-1, keepdims=True)
+
+
+def _log_prob(differences: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities fp32 [R] of tokens, from differences to the largest logit of each row."""
+    chosen = jnp.take_along_axis(differences, token[:, None], 1)[:, 0]
+    return chosen - jnp.log(jnp.exp(differences).sum(-1))
 
 
 def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
     """Logits [R, V] with the bias of their rows."""
     if rules.bias_ids is None:
         return logits
-    return logits.at[_places(rules.bias_ids, logits)].add(rules.bias_values, mode="drop")
+    return logits.at[_token_places(rules.bias_ids, logits)].add(rules.bias_values, mode="drop")
 
 
 def forbidden(logits: jax.Array, rules: RowRules) -> jax.Array:
     """Logits [R, V], those of forbidden tokens at minus infinity."""
     if rules.allowed is not None:
-        size = logits.shape[-1]
-        bits = rules.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        bits = bits.reshape(len(bits), -1)[:, :size]
-        bits = jnp.pad(bits, ((0, 0), (0, size - bits.shape[1])))
-        logits = jnp.where(bits == 1, logits, -jnp.inf)
+        logits = jnp.where(_flags(rules.allowed, logits.shape[-1]), logits, -jnp.inf)
     if rules.banned is not None:
-        logits = logits.at[_places(rules.banned, logits)].set(-jnp.inf, mode="drop")
+        logits = logits.at[_token_places(rules.banned, logits)].set(-jnp.inf, mode="drop")
     return logits
 
 
-def _places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _flags(words: jax.Array, size: int) -> jax.Array:
+    """The first `size` bits of each row of words uint32 [R, W], bool; false beyond the words."""
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = bits.reshape(len(words), -1)[:, :size]
+    return jnp.pad(bits, ((0, 0), (0, size - bits.shape[1]))) == 1
+
+
+def _token_places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The places of tokens [R, E] in logits; those of -1 are beyond them."""
     return jnp.arange(len(ids))[:, None], jnp.where(ids < 0, logits.shape[-1], ids)
 

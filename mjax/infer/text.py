@@ -68,6 +68,8 @@ class TextStream:
         return self._decode(self._ids[self._from :])[len(before) :]
 
     def _release(self, new: str, special: str = "", may_stop: bool = True) -> str:
+        if not self._stop:
+            return new
         text = self._held + new + special
         shown = self._shown + [True] * len(new) + [False] * len(special)
         found = [stop for stop in self._stop if stop in text] if may_stop else []

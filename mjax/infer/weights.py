@@ -7,39 +7,63 @@ memory of the result and of one stack.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
+from mjax.kernels.fp8.channels import Channels8
+from mjax.kernels.nf4.parameters import codes_of
 from mjax.models.runtime.stacks import split_rows
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import weight_partition
 from mjax.sharding.spec import ParamSpec, is_spec
 
+Form = type[Channels8]
+FORMS: dict[str, Form] = {"fp8": Channels8}
+Parameter = jax.Array | Channels8 | list
 
-def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False) -> dict:
+
+def take_apart(
+    specs: dict,
+    params: dict,
+    dtype: jnp.dtype,
+    donate: bool = False,
+    form: Form | None = None,
+) -> dict:
     """Parameters in `dtype` on the devices where they are, stacks [L, ...] as lists of L arrays.
 
     Parameters of no stack that have the dtype are not copied. A layer's arrays are sharded as the
     stack is, less the axis of layers. `donate` frees each parameter once its copy is made;
-    otherwise `params` stay as they are.
+    otherwise `params` stay as they are. Matmul weights that a `form` takes are rounded to it.
     """
 
-    def convert(spec: ParamSpec, old: jax.Array) -> jax.Array | list[jax.Array]:
-        wanted = spec.dtype(dtype)
-        if not spec.is_stacked and old.dtype == wanted:
+    def convert(spec: ParamSpec, old: jax.Array) -> Parameter:
+        wanted, rounds = spec.dtype(dtype), form is not None and form.takes(spec)
+        if not (spec.is_stacked or rounds) and old.dtype == wanted:
             return old
         where = _of_layer(old.sharding) if spec.is_stacked else old.sharding
-        function = _cast_rows if spec.is_stacked else _cast
-        new = jax.jit(function, static_argnums=1, out_shardings=where)(old, wanted)
+        if rounds and isinstance(where, NamedSharding):
+            cuts = form.partition(where.spec, _layer_spec(spec))
+            where = jax.tree.map(partial(NamedSharding, where.mesh), cuts)
+        if spec.is_stacked:
+            where = [where] * spec.shape[0]
+        made = jax.jit(_converted, static_argnums=(1, 2, 3), out_shardings=where)
+        new = made(old, spec, wanted, form if rounds else None)
         if donate:
             jax.block_until_ready(new)
             old.delete()
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def mesh_of(params: dict) -> Mesh | None:
+    """The mesh that parameters are sharded over; None on a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def require_weights(specs: dict, params: dict) -> None:
@@ -54,23 +78,48 @@ def require_weights(specs: dict, params: dict) -> None:
             raise UserError(f"weights: {name} is {type(given).__name__} {shape}, not {spec.shape}")
 
 
-def partitions_apart(specs: dict, parallel: Parallel) -> dict:
-    """The partitions of what `take_apart` gives, as matmuls read it; one for a stack's layers."""
+def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:
+    """The partitions of what `take_apart` gives, as matmuls read it."""
 
-    def of(spec: ParamSpec) -> PartitionSpec:
-        if spec.is_stacked:
-            spec = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-        return weight_partition(spec, parallel)
+    def of(spec: ParamSpec) -> PartitionSpec | Channels8 | list:
+        layer = _layer_spec(spec)
+        cut = weight_partition(layer, parallel)
+        if form is not None and form.takes(spec):
+            cut = form.partition(cut, layer)
+        return [cut] * spec.shape[0] if spec.is_stacked else cut
 
     return jax.tree.map(of, specs, is_leaf=is_spec)
 
 
-def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return x.astype(dtype)
+def form_of(name: str | None, specs: dict) -> Form | None:
+    """The form that matmul weights are rounded to; None: they have the dtype of the model.
+
+    Raises `UserError` for an unknown one, and where weights have few bits already.
+    """
+    if name is None:
+        return None
+    if name not in FORMS:
+        raise UserError(f"weight_dtype={name}: give fp8, or nothing for the model's own")
+    if codes_of(specs):
+        raise UserError(
+            f"weight_dtype={name}: the weights are in NF4 (lora.base=nf4), which are not rounded "
+            "again; leave weight_dtype out"
+        )
+    return FORMS[name]
 
 
-def _cast_rows(stack: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
-    return [row.astype(dtype) for row in split_rows(stack)]
+def _converted(old: jax.Array, spec: ParamSpec, dtype: jnp.dtype, form: Form | None) -> Parameter:
+    rows = [row.astype(dtype) for row in (split_rows(old) if spec.is_stacked else [old])]
+    if form is not None:
+        rows = [form.rounded(row, spec.inputs, _layer_spec(spec).lead) for row in rows]
+    return rows if spec.is_stacked else rows[0]
+
+
+def _layer_spec(spec: ParamSpec) -> ParamSpec:
+    """The declaration of a parameter as one layer has it."""
+    if not spec.is_stacked:
+        return spec
+    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
 
 
 def _of_layer(sharding: Sharding) -> Sharding:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import Source, flat
-from mjax.checkpoint.base.steps import newest_step
+from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.checkpoint.base.stored import read_record
 from mjax.checkpoint.merged import Adapters, adapter_alpha, merged
 from mjax.checkpoint.weights import read_config, stored_source
@@ -106,7 +106,7 @@ def named_base(folder: Path, base: str | None) -> Path:
 
     base: its name there.
     """
-    if base is None or not Path(base).expanduser().exists():
+    if base is None or not run_of(Path(base).expanduser()).exists():
         what = "no base" if base is None else f"the base {base}, which is not here"
         raise UserError(
             f"{folder}: holds adapters alone and names {what}; merge them with their base (mjax "
@@ -156,7 +156,7 @@ def adapted_source(folder: Path, base: Source) -> Source:
 
 
 def adapter_step(run: Path) -> Path:
-    """The newest step of a run with adapters; a step is its own, and RUN@best has its best."""
+    """The newest step of a run with adapters, or the one that RUN@best or RUN@160 names."""
     step = newest_step(run)
     if step is None or not has_adapters(step):
         raise UserError(

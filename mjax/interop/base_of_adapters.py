@@ -1,24 +1,31 @@
 """The weights that a run with adapters starts from: its base as it is stored, and its adapters.
 
-A weight in NF4 is read and rounded before the next one is read. So no device ever holds more than
-one of them in the dtype of the computation.
+A weight in NF4 is read and rounded a few layers at a time. So a device never holds more than these
+in the dtype of the computation.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.checkpoint.base.source import arrays
+from mjax.checkpoint.base.source import THREADS, Index, Path, Source, arrays, run_all
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
+from mjax.interop.adapters_of_run import (
+    joined_trees,
+    only_adapters,
+    start_adapters,
+    without_adapters,
+)
 from mjax.interop.partial_load import Fit
 from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import beside, codes_of, is_magnitude, round_weight, wide_spec
-from mjax.models.base.adapted import joined_trees, only_adapters, part_path, start_adapters
+from mjax.models.base.adapted import part_path
 
-Path = tuple[str, ...]
 Arrays = dict[Path, jax.Array]
 
 
@@ -50,31 +57,73 @@ def read_nf4(found: Fit, before: Arrays, wanted: dict, specs: dict, cfg: Config)
 
 
 def _read_one(found: Fit, path: Path, places: dict, specs: dict, cfg: Config) -> Arrays:
-    spec = codes_of(specs)[path]
-    leaf = jax.ShapeDtypeStruct(
-        wide_spec(spec).shape,
-        jnp.dtype(cfg.precision.compute),
-        sharding=places[path].sharding,
-    )
-    loaded = arrays(found.source, unflatten_dict({path: leaf}))
-    value, adapter = _principal_part(flatten_dict(loaded)[path], path, specs, cfg)
-    shardings = {}
+    """A weight in NF4 and the adapter that took its principal part.
+
+    Layers are read and rounded a few at a time, unless devices hold different ones.
+    """
+    spec, sharding = codes_of(specs)[path], places[path].sharding
+    shape, dtype = wide_spec(spec).shape, jnp.dtype(cfg.precision.compute)
+    of_layers = {}
     for other, place in places.items():
         if other == path or other[:-1] == beside(path):
-            shardings[other] = place.sharding
+            of_layers[other] = place.sharding
     rounding = functools.partial(round_weight, path=path, spec=spec)
-    rounded = jax.jit(rounding, out_shardings=shardings)(value)
-    return adapter | jax.block_until_ready(rounded)
+    round_in_place = jax.jit(rounding, out_shardings=of_layers)
+
+    def read(first: int, count: int) -> jax.Array:
+        leaf = jax.ShapeDtypeStruct((count, *shape[1:]), dtype, sharding=sharding)
+        loaded = arrays(_from_layer(found.source, first), unflatten_dict({path: leaf}))
+        return flatten_dict(loaded)[path]
+
+    def rounded(value: jax.Array) -> Arrays:
+        value, adapter = _principal_part(value, path, specs, cfg)
+        return adapter | jax.block_until_ready(round_in_place(value))
+
+    if not spec.lead or sharding.shard_shape(shape)[0] != shape[0]:
+        return rounded(read(0, shape[0]))
+    parts = []
+    for first in range(0, shape[0], THREADS):
+        layers = range(first, min(first + THREADS, shape[0]))
+        values = run_all([functools.partial(read, layer, 1) for layer in layers])
+        while values:
+            parts.append(rounded(values.pop(0)))
+    return {name: _stack_again([part[name] for part in parts]) for name in parts[0]}
 
 
-def with_adapters(base: dict, in_nf4: Arrays, wanted: dict, specs: dict, cfg: Config) -> dict:
-    """Canonical parameters of a run from its base outside NF4 and what `read_nf4` found."""
+def _from_layer(source: Source, first: int) -> Source:
+    """A source whose stacks begin at a layer."""
+
+    def read(path: Path, index: Index) -> np.ndarray:
+        rows = slice(index[0].start + first, index[0].stop + first)
+        return source.read(path, (rows, *index[1:]))
+
+    return replace(source, read=read)
+
+
+def _stack_again(layers: list[jax.Array]) -> jax.Array:
+    """Stacks [1, ..] as one, with their sharding."""
+    return jax.jit(jnp.concatenate, out_shardings=layers[0].sharding)(layers)
+
+
+def whole_base(base: dict, in_nf4: Arrays, specs: dict, cfg: Config) -> tuple[dict, Arrays]:
+    """(canonical parameters of a base, the adapters that took their principal parts, by path).
+
+    `base` are those outside NF4, `in_nf4` is what `read_nf4` found.
+    """
     plain, taken = flatten_dict(base), {}
     for path in plain:
         plain[path], adapter = _principal_part(plain[path], path, specs, cfg)
         taken |= adapter
-    base = joined_trees(unflatten_dict(plain), unflatten_dict(in_nf4))
-    taken |= flatten_dict(only_adapters(base))
+    joined = joined_trees(unflatten_dict(plain), unflatten_dict(in_nf4))
+    taken |= flatten_dict(only_adapters(joined))
+    return without_adapters(joined), taken
+
+
+def with_adapters(base: dict, taken: Arrays, wanted: dict, specs: dict, cfg: Config) -> dict:
+    """A base with the adapters that a run begins with: those of `whole_base`, and new ones.
+
+    `wanted` are canonical shapes with shardings of the parameters, which `specs` declare.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, only_adapters(wanted))
     start = functools.partial(
         start_adapters,

@@ -20,7 +20,7 @@ from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, scaled, tokens_of
 from mjax.models.base.dropout import dropout
-from mjax.models.base.inputs import Prompt, require_inputs
+from mjax.models.base.inputs import require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
@@ -114,20 +114,12 @@ class Decoder(VocabularyHead, nnx.Module):
         x = self.embed(tokens, info, ctx)
         return self.run(x, info, ctx, caches)
 
-    def prompt(self, ids: jax.Array, count: jax.Array, items: Mapping) -> Prompt:
-        """The first call of `extend` for prompts int32 [B, S], of which `count` [B] are real.
-
-        `items` stand in the places of their tokens, by modality.
-        """
-        inputs = {"given": items} if items else {}
-        return ids, count, inputs
-
     def extend(
         self, ids: jax.Array, info: Tokens, ctx: Context, caches: Caches, inputs: Mapping
     ) -> LayersOutput:
         """`hidden` of tokens [B, S] that follow those in the caches.
 
-        `inputs` are those of `prompt` in the first call, and empty after it.
+        `inputs` are those that go with a prompt (`infer/whole_prompts.py`): empty after it.
         """
         return self.hidden(ids, info, ctx, caches, **inputs)
 

@@ -17,8 +17,9 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.data.conversations.formats import Conversation, parse_record
 from mjax.data.conversations.records import attempt, read_records, source_files
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
-from mjax.infer.sample import Sampling
+from mjax.infer.engine import Engine
+from mjax.infer.requests import SamplingParams
+from mjax.infer.small_engine import completed, small_engine
 from mjax.interop.pretrained import Pretrained
 
 
@@ -74,29 +75,15 @@ def _question(
     return Question(ids, answer["content"].strip())
 
 
-def answered(
-    generator: Generator,
-    questions: Sequence[Question],
-    template: ChatTemplate | UserError,
-    most: int,
-    rows: int,
-) -> list[str]:
-    """The model's answer to each question, of at most `most` tokens, `rows` at once.
+def answered(engine: Engine, questions: Sequence[Question], most: int) -> list[str]:
+    """The model's answer to each question, of at most `most` tokens.
 
     An answer that does not end by then is what was made of it.
     """
-    usable = None if isinstance(template, UserError) else template
-    ends = answer_ends(generator.tokenizer, usable)
-    by_length = sorted(range(len(questions)), key=lambda n: len(questions[n].ids))
-    found = [""] * len(questions)
-    for begin in range(0, len(by_length), rows):
-        numbers = by_length[begin : begin + rows]
-        filled = numbers + numbers[-1:] * (rows - len(numbers))  # one shape, one program
-        prompts = [questions[number].ids for number in filled]
-        made = generator.complete(prompts, most, Sampling(temperature=0.0), eos=ends)
-        for number, completion in zip(numbers, made, strict=False):
-            found[number] = completion.text.strip()
-    return found
+    prompts = [question.ids for question in questions]
+    return [
+        made.text.strip() for made in completed(engine, prompts, SamplingParams(max_tokens=most))
+    ]
 
 
 def print_exact_matches(
@@ -108,9 +95,19 @@ def print_exact_matches(
         raise UserError(f"{sizes}: give numbers from 1")
     template = chat_template_of(args.tokenizer or model.tokenizer_dir)
     questions = read_questions(args.file, args.limit, tokenizer, template)
-    options = {"dtype": dtype, "tokenizer": tokenizer}
-    generator = Generator(model.definition, model.params, model.cfg, **options)
-    found = answered(generator, questions, template, args.max_new_tokens, args.batch_size)
+    usable = None if isinstance(template, UserError) else template
+    engine = small_engine(
+        model.definition,
+        model.params,
+        model.cfg,
+        [len(question.ids) for question in questions],
+        args.max_new_tokens,
+        rows=args.batch_size,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        eos=answer_ends(tokenizer, usable),
+    )
+    found = answered(engine, questions, args.max_new_tokens)
     pairs = [(question.answer, text) for question, text in zip(questions, found, strict=True)]
     for wanted, text in pairs[: args.show]:
         print(f"wanted {wanted!r}, answered {text!r}")

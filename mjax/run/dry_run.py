@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec
 from mjax.config.languages.remat import offloaded
 from mjax.config.schema.run import Config
 from mjax.errors import INTERRUPTED, UserError, first_line
+from mjax.interop.adapters_of_run import wide_adapters
+from mjax.kernels.nf4.parameters import as_weights
 from mjax.models.flops import flops_of_run
 from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import stage_lines
@@ -68,6 +70,7 @@ def dry_run(cfg: Config, described: Described | None = None, compiles: bool = Tr
     with as_on(described.chip) if described else contextlib.nullcontext():
         devices = described_devices(described) if described else None
         trainer = Trainer(cfg, devices=devices)
+        trainer.checkpoints.given_adapters()  # refused here as by the run
         trainer.programs.bound_documents(1)  # as the estimate has it; the data is not looked at
         say(plan_lines(trainer))
         reason = cannot_compile() if described else None
@@ -112,10 +115,12 @@ def plan_lines(trainer: Trainer) -> list[str]:
     lines += pipeline_lines(trainer)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_of_run(cfg)
-    lines.append(f"parameters  {count_parameters(trainer.specs):,}")
+    weights = as_weights(trainer.specs)
+    lines.append(f"parameters  {count_parameters(weights):,}")
     if cfg.train.freeze or cfg.lora.rank:
         key = "lora" if cfg.lora.rank else "train.freeze"
-        lines.append(f"frozen      {count_frozen(trainer.specs):,} of them, by {key}")
+        lines.append(f"frozen      {count_frozen(weights):,} of them, by {key}")
+    lines += wide_adapters(trainer.specs)
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)

@@ -22,6 +22,8 @@ from mjax.config.load import dump
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.files import replace_text
+from mjax.interop.adapters_of_run import wide_adapters
+from mjax.kernels.nf4.parameters import as_weights
 from mjax.models.flops import flops_of_run
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import batch_range, final_step, rates_of_step
@@ -467,9 +469,10 @@ def run_summary(trainer: Trainer) -> str:
     flops = flops_of_run(cfg)
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
-    parameters = f"{count_parameters(trainer.specs):,} parameters"
+    weights = as_weights(trainer.specs)
+    parameters = f"{count_parameters(weights):,} parameters"
     if cfg.train.freeze or cfg.lora.rank:
-        parameters += f" ({count_frozen(trainer.specs):,} frozen)"
+        parameters += f" ({count_frozen(weights):,} frozen)"
     lines = [
         f"{parameters}, {flops:.4g} FLOPs a token, "
         f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
@@ -480,6 +483,7 @@ def run_summary(trainer: Trainer) -> str:
             "WARNING: model.moe.force_balanced=true: experts take turns, for benchmarks; what is "
             "trained is of no use"
         )
+    lines += wide_adapters(trainer.specs)
     if trainer.why:
         lines.append(trainer.why)
     return "\n".join(lines)

@@ -14,8 +14,9 @@ from mjax.data.base.chat_ids import answer_ends, reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.text import prepare_text
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
-from mjax.infer.sample import Sampling
+from mjax.infer.engine import Engine
+from mjax.infer.requests import SamplingParams
+from mjax.infer.small_engine import completed, small_engine
 from mjax.train.trainer import Trainer
 
 
@@ -32,25 +33,35 @@ class Samples:
     texts: Sequence[str]
     prompts: list[list[int]]
     ends: list[int] | None
-    _generator: Generator | None = None
+    _engine: Engine | None = None
 
     def lines(self) -> list[str]:
         """A line for each prompt, with what the model makes of it now."""
         cfg, trainer = self.trainer.cfg, self.trainer
-        if self._generator is None:
-            options = {"dtype": cfg.precision.compute, "tokenizer": self.tokenizer}
-            self._generator = Generator(trainer.definition, trainer.params(), cfg.model, **options)
+        engine, new = self._engine, cfg.train.sample_tokens
+        if engine is None:
+            engine = self._engine = small_engine(
+                trainer.definition,
+                trainer.params(),
+                cfg.model,
+                list(map(len, self.prompts)),
+                new,
+                dtype=cfg.precision.compute,
+                tokenizer=self.tokenizer,
+                eos=self.ends or (),
+            )
         else:
-            self._generator.load(trainer.params())
-        sampling = Sampling(temperature=0.8 if self.ends is None else 0.0)
-        count, ends = cfg.train.sample_tokens, self.ends or ()
-        found = self._generator.complete(self.prompts, count, sampling, eos=ends)
-        self._generator.load(None)  # training needs the memory
+            engine.update_weights(trainer.params())
+            engine.wake()
+        temperature = 0.8 if self.ends is None else 0.0
+        params = SamplingParams(max_tokens=new, temperature=temperature, seed=0)
+        found = completed(engine, self.prompts, params)
+        engine.sleep(weights=True)  # training needs the memory
         if self.ends is not None:
             pairs = zip(self.texts, found, strict=True)
             return [f"sample: {text!r} -> {made.text!r}" for text, made in pairs]
         pairs = zip(self.prompts, found, strict=True)
-        return [f"sample: {self.tokenizer.decode([*ids, *made.ids])}" for ids, made in pairs]
+        return [f"sample: {self.tokenizer.decode([*ids, *made.token_ids])}" for ids, made in pairs]
 
 
 def samples_of(trainer: Trainer) -> Samples | None:

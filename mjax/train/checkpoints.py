@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.digest import DamagedCheckpoint
@@ -28,11 +29,11 @@ from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapted_source import read_starting_arrays
-from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
+from mjax.interop.adapters_of_run import joined_trees, without_adapters
+from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
-from mjax.models.base.adapted import joined_trees, without_adapters
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays
@@ -133,7 +134,8 @@ class Checkpoints:
         """A restored state with the weights that its adapters belong to."""
         if not self.cfg.lora.rank:
             return state
-        base, _ = self.start_params()
+        sources = self.start_sources()
+        base = self.load_weights(*sources.values(), adapts=False)[0] if sources else self.draw()
         record = self.source.read_meta(int(state["step"])).get("base", {})
         if record.get("digest", self.base) != self.base:
             raise UserError(
@@ -204,11 +206,12 @@ class Checkpoints:
         """Note the digest of the base of adapters, of canonical parameters."""
         self.base = digest_of_arrays(frozen_only(params, self.layout.specs))
 
-    def load_weights(self, *sources: Source) -> tuple[dict, str]:
+    def load_weights(self, *sources: Source, adapts: bool = True) -> tuple[dict, str]:
         """Returns (stored parameters, lines on what was and was not loaded from each source).
 
-        A parameter that a source lacks comes from an earlier source, or is drawn. Raises
-        `UserError` for a model that differs in more than `checkpoint.init_changes`.
+        A parameter that a source lacks comes from an earlier source, or is drawn. `adapts`: with
+        the first adapters of a run that has some. Raises `UserError` for a model that differs in
+        more than `checkpoint.init_changes`.
         """
         storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]
@@ -230,21 +233,31 @@ class Checkpoints:
             in_nf4 = read_nf4(found, in_nf4, wanted, self.layout.specs, cfg)
             lines.append(found.summary())
         if self.cfg.lora.rank:
-            params = with_adapters(params, in_nf4, wanted, self.layout.specs, cfg)
+            params, taken = whole_base(params, in_nf4, self.layout.specs, cfg)
             self._note_base(params)
+            if adapts:
+                params = with_adapters(params, taken, wanted, self.layout.specs, cfg)
+            else:
+                stored = without_adapters(stored)
         return from_canonical(storage, params, stored), "\n".join(lines)
 
-    def with_given_adapters(self, params: dict) -> dict:
-        """Stored parameters with the adapters in the folder that `lora.init` names, if it does.
+    def given_adapters(self) -> dict[tuple[str, ...], np.ndarray]:
+        """The arrays in the folder that `lora.init` names, by path; {} if it names none.
 
         Raises `UserError` where they do not fit those of the run.
         """
-        lora, storage = self.cfg.lora, self.layout.storage
-        if not lora.rank or lora.init in ("zero", "gaussian", "pissa"):
+        lora = self.cfg.lora
+        if not lora.rank or lora.starts_from is None:
+            return {}
+        declared = flatten_dict(self.layout.specs)
+        return read_starting_arrays(Path(lora.starts_from), self.cfg.model, declared)
+
+    def with_given_adapters(self, params: dict) -> dict:
+        """Stored parameters with `given_adapters` in their places."""
+        given, storage = self.given_adapters(), self.layout.storage
+        if not given:
             return params
         whole = flatten_dict(canonical(storage, params))
-        declared = flatten_dict(self.layout.specs)
-        given = read_starting_arrays(Path(lora.init), self.cfg.model, declared)
         for path, array in given.items():
             like = whole[path]
             array = array.astype(like.dtype)

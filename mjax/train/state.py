@@ -14,9 +14,9 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema.run import Config
+from mjax.interop.adapters_of_run import joined_trees, start_adapters
 from mjax.kernels.nf4.parameters import round_base
 from mjax.models import build, split
-from mjax.models.base.adapted import joined_trees, start_adapters
 from mjax.models.runtime.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders

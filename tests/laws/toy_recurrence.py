@@ -12,6 +12,7 @@ from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, Ca
 from mjax.models.base.params import constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
+from mjax.models.recurrent.recurrent_mixer import RecurrentCache
 from mjax.sharding.spec import ParamSpec
 
 ROW = Branch(
@@ -35,7 +36,9 @@ class Recurrence(BranchModule):
         self.outer = declare(rngs, outer, normal(out_std))
         self.decay = declare(rngs, ParamSpec((channels,), ("mlp",), "scalar"), constant(0.5))
 
-    def __call__(self, x, inputs: BranchInputs, cache: jax.Array | None = None) -> BranchOutput:
+    def __call__(
+        self, x, inputs: BranchInputs, cache: RecurrentCache | None = None
+    ) -> BranchOutput:
         tokens, ctx = inputs.tokens, inputs.ctx
         (u,) = column(x, (weight_of(self.inner),), ctx)
         decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]).astype(u.dtype), u.shape)
@@ -47,10 +50,12 @@ class Recurrence(BranchModule):
                 real = tokens.new.is_real(u.shape[1])
                 u = jnp.where(real[..., None], u, 0)
                 decay = jnp.where(real[..., None], decay, 1)
-            u = u.at[:, 0].add(decay[:, 0] * cache.astype(u.dtype))
+            before = cache.of_rows(tokens.new).state
+            u = u.at[:, 0].add(decay[:, 0] * before.astype(u.dtype))
         _, states = jax.lax.associative_scan(compose, (decay, u), axis=1)
-        new_cache = None if cache is None else states[:, -1].astype(cache.dtype)
-        return BranchOutput(row(states, weight_of(self.outer), ctx), cache=new_cache)
+        if cache is not None:
+            cache = cache.with_rows(RecurrentCache((), states[:, -1]), tokens.new)
+        return BranchOutput(row(states, weight_of(self.outer), ctx), cache=cache)
 
     @staticmethod
     def flops(cfg, word, seq_length):
@@ -58,7 +63,8 @@ class Recurrence(BranchModule):
 
     @staticmethod
     def cache(cfg, batch, length, tp=1):
-        return CacheSpec((batch, cfg.intermediate_size), ("batch", "mlp"))
+        state = CacheSpec((batch, cfg.intermediate_size), ("batch", "mlp"))
+        return RecurrentCache((), state)
 
 
 def compose(first, second):

@@ -13,12 +13,12 @@ from mjax.config.languages.layer_pattern import expand
 from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.kernels.attention import api
 from mjax.models.base.context import Context, tokens_of
 from mjax.objectives.masked import ClassifyRows, MaskedTokens
+from tests.generation import complete
 from tests.oracle.families import add_to_vectors
 
 ROWS, SEQ, VOCAB = 3, 24, 251
@@ -310,4 +310,4 @@ def test_an_encoder_continues_no_text(tmp_path):
     make("BertForMaskedLM").save_pretrained(tmp_path / "hf")
     ours = from_pretrained(tmp_path / "hf")
     with pytest.raises(UserError, match="an encoder .* continues no text"):
-        Generator(ours.definition, ours.params, ours.cfg)
+        complete((ours.definition, ours.params, ours.cfg), [[1]], 1)

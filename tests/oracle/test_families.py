@@ -15,13 +15,13 @@ from mjax.config import load
 from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
 from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only
 from mjax.train import Trainer
+from tests.generation import made_ids
 from tests.marks import quick
 from tests.oracle.families import MODELS, make
 
@@ -148,7 +148,7 @@ def test_damage_is_named(tmp_path):
 
 
 def test_greedy_decode_equals_generate(hf):
-    """64 tokens each for prompts of unequal lengths, padded on the left."""
+    """64 tokens each for prompts of unequal lengths, which they pad on the left."""
     _, theirs, folder = hf
     ours = from_pretrained(folder)
     rng = np.random.default_rng(1)
@@ -164,8 +164,8 @@ def test_greedy_decode_equals_generate(hf):
             pad_token_id=0,
             eos_token_id=None,
         )
-    rows = Generator(ours.definition, ours.params, ours.cfg).complete(prompts, 64)
-    assert [r.ids for r in rows] == made[:, 13:].tolist()
+    rows = made_ids((ours.definition, ours.params, ours.cfg), prompts, 64)
+    assert rows == made[:, 13:].tolist()
 
 
 # Of caches in pages: windows in turn, all windows, latents, sinks, states, deltas.

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
+from tests.generation import made_ids
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,
@@ -88,9 +88,10 @@ def test_logits_and_greedy_tokens(hf, count):
     pictures = images if count else None
     got = jax.jit(lambda ids: ours.model(ids, images=pictures))(ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
-    generator = Generator(ours.definition, ours.params, ours.cfg)
-    found = generator.complete(ids.tolist(), 12, images=pictures)
-    assert [row.ids for row in found] == made[:, ids.shape[1] :].tolist()
+    model = ours.definition, ours.params, ours.cfg
+    for row, tokens in enumerate(ids.tolist()):
+        items = {"vision": images[row]} if count else None
+        assert made_ids(model, [tokens], 12, items) == made[row : row + 1, ids.shape[1] :].tolist()
 
 
 def test_loss_and_gradients(hf, tmp_path):

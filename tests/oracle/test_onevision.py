@@ -15,10 +15,10 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from mjax.data.multimodal.tiles import expanded, tiled_images
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.models.towers.tiles import Tiled
+from tests.generation import made_ids
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,
@@ -138,9 +138,10 @@ def test_logits_and_greedy_tokens(hf, case):
         made = theirs.generate(**given, max_new_tokens=12, do_sample=False, eos_token_id=None)
     got = jax.jit(lambda ids: ours.model(ids, images=tiled))(ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
-    generator = Generator(ours.definition, ours.params, ours.cfg)
-    found = generator.complete(ids.tolist(), 12, images=tiled)
-    assert [row.ids for row in found] == made[:, ids.shape[1] :].tolist()
+    model = ours.definition, ours.params, ours.cfg
+    for row, tokens in enumerate(ids.tolist()):
+        items = {"vision": Tiled(*(array[row] for array in tiled))}
+        assert made_ids(model, [tokens], 12, items) == made[row : row + 1, ids.shape[1] :].tolist()
 
 
 def test_pictures_beside_each_other_in_tiles(hf):

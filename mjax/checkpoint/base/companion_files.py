@@ -144,6 +144,18 @@ def read_side_files(path: str | Path | None) -> dict[str, bytes]:
     return next(filter(None, map(read_folder, folders)), {})
 
 
+def with_tokenizer_of(path: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Side files with the tokenizer and chat template that lie beside adapters, if they have some.
+
+    path: a run with adapters, or a folder of PEFT.
+    """
+    beside = {n: content for n, content in read_side_files(path).items() if is_of_tokenizer(n)}
+    if beside.keys().isdisjoint(TOKENIZERS):
+        return files
+    kept = {n: c for n, c in files.items() if n == _GENERATION or not is_of_tokenizer(n)}
+    return kept | beside
+
+
 def tokenizer_dir(path: str | Path) -> Path | None:
     """The folder with the tokenizer of a model folder, a checkpoint or a run."""
     for folder in side_folders(path):

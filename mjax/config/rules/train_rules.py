@@ -59,8 +59,15 @@ def adapters_start_once(c: Config) -> Iterator[str]:
 
 @rule("set checkpoint.init_from")
 def adapters_start_on_given_weights(c: Config) -> Iterator[str]:
-    if c.checkpoint.init_from is None and c.lora.init not in ("zero", "gaussian"):
+    needs_weights = c.lora.init == "pissa" or c.lora.starts_from is not None
+    if needs_weights and c.checkpoint.init_from is None:
         yield "`lora.init` starts from given weights, or from adapters that go with them"
+
+
+@rule("name what is trained in lora.targets and lora.trained, and leave train.freeze out")
+def adapters_freeze_all_else(c: Config) -> Iterator[str]:
+    if c.lora.rank and c.train.freeze:
+        yield "`lora.rank` freezes all that it does not train, so `train.freeze` would add nothing"
 
 
 @rule("set lora.dropout=0")

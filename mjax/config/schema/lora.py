@@ -1,12 +1,14 @@
 """The keys of adapters, group `lora` of the config."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
 from mjax.config.schema.sizes import UpTo20
+
+Start = Literal["zero", "gaussian", "pissa"]
 
 
 class LoraConfig(Group):
@@ -27,7 +29,7 @@ class LoraConfig(Group):
     """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
     dora: bool = False
     """Train the length of each output's weights apart from their direction (arXiv 2402.09353)."""
-    init: Literal["zero", "gaussian", "pissa"] | PathText = "zero"
+    init: Start | PathText = "zero"
     """First values: zero: b is 0, a uniform as PEFT's; gaussian: b is 0, a normal, 1 / rank its
     deviation; pissa: the largest singular values of the weight, which the base loses (arXiv
     2404.02948); else a folder of PEFT or a run, whose adapters are trained on.
@@ -40,3 +42,8 @@ class LoraConfig(Group):
     """Dropout of what adapters read, in training."""
     trained: list[str] = []
     """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""
+
+    @property
+    def starts_from(self) -> str | None:
+        """The folder whose adapters are trained on, or None."""
+        return None if self.init in get_args(Start) else self.init

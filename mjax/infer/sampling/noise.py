@@ -30,12 +30,12 @@ def gumbel(high: jax.Array, low: jax.Array) -> jax.Array:
     a difference to 1 in fp32 would have 24 bits: with u in steps of 2^-24 no number exceeds 16.6.
     """
     below_half = high < jnp.uint32(1 << 31)
-    small = jnp.where(below_half, _fraction(high, low), _fraction(~high, ~low))
+    small = jnp.where(below_half, _middle(high, low), _middle(~high, ~low))
     exponential = jnp.where(below_half, -jnp.log1p(-small), -jnp.log(small))
     return -jnp.log(exponential)
 
 
-def _fraction(high: jax.Array, low: jax.Array) -> jax.Array:
+def _middle(high: jax.Array, low: jax.Array) -> jax.Array:
     """The middle of the interval of length 2^-64 that begins at these 64 bits after the point."""
     low = low.astype(jnp.float32) * 2.0**-64 + 2.0**-65
     return high.astype(jnp.float32) * 2.0**-32 + low

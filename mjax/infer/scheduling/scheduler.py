@@ -1,10 +1,10 @@
-"""Decides which tokens the next step computes. Host only, a pure function of what was asked.
+"""Decides which tokens the next step computes, on the host.
 
 One rule covers prefill, decode and resumption, as in vLLM: a step moves `computed` of each sequence
 towards its known tokens, under one budget of tokens. Running sequences come first. The pages of a
-whole prompt are reserved at admission, so only decode can run short of pages. Then the sequence of
-the worst priority, of these the last admitted, is preempted: it loses its pages and waits again,
-and its outputs are computed as part of its prompt (mostly found in the prefix cache).
+whole prompt are reserved at admission, so only decode can run short of pages. Then a sequence is
+preempted, the last admitted of the worst priority. It loses its pages and waits again; later its
+outputs are computed like a part of the prompt, unless the prefix cache still has them.
 
 The host runs ahead: it plans a step before it has read the tokens of the step before. `computed`
 and `flying` count what is launched, `tokens` what is read.
@@ -38,6 +38,8 @@ class Limits:
     - length: tokens of a sequence, outputs counted.
     - queued, queued_tokens: sequences and their tokens that may wait. None: any number.
     - prefill_alone: at most one chunk a step, for models with recurrent layers.
+    - computes_once: a sequence begins with the pages of its whole text, so it is never preempted,
+      and only pages of prompts are shared. So no token that decoding computed is prefilled.
     """
 
     rows: int = 256
@@ -47,6 +49,7 @@ class Limits:
     queued: int | None = None
     queued_tokens: int | None = None
     prefill_alone: bool = False
+    computes_once: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "chunk", "length"):
@@ -67,19 +70,24 @@ class Sequence:
     - reads_prefix: False computes the whole prompt, as its log-probabilities need every logit.
 
     - waits: no token is planned for it while one is in flight, as the next one depends on it.
+    - drafts: guesses of the tokens after the known ones, given anew before each plan. The next step
+      computes them too; a plan drops those that no page or limit has room for.
+    - whole: all its known tokens are one chunk, of any size and alone in its step, as they are
+      computed with images, sounds or a source. It neither reads nor shares prefixes.
 
     - computed: tokens whose cache entries launched programs write.
     - flying: samples of launched programs that the host has not read.
     - pages: page numbers, in order. Pages that have left the window are the null page.
     - slot: row of the device's table while it runs, else -1.
-    - hits: tokens that its first admission found in the cache.
+    - hits: tokens that were cached at its first admission.
     - sampled: True if its last token is in the device's table.
     - admissions: how often it was admitted; all but the first follow a preemption.
     - arrival: its place among all sequences, -1 before `add`.
     - queued: True while it waits.
+    - prompt: tokens that it was added with.
     - hashes: of its full pages. The first `published` of them are known to the pool.
     - passed: pages that have left the window.
-    - generation: generation of the weights that its first pages were computed with.
+    - generation: `PagePool.generation` at its admission.
     """
 
     id: int
@@ -89,6 +97,8 @@ class Sequence:
     salt: tuple = ()
     reads_prefix: bool = True
     waits: bool = False
+    drafts: list[int] = field(default_factory=list)
+    whole: bool = False
 
     computed: int = 0
     flying: int = 0
@@ -105,14 +115,8 @@ class Sequence:
     generation: int = 0
 
     def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
         self.tokens = list(self.tokens)  # samples of one request must not share their outputs
-
-    @property
-    def is_launched(self) -> bool:
-        """True if no step is left to plan: the engine reads its results and finishes it."""
-        if self.sampled:
-            return len(self.tokens) + self.flying >= self.limit
-        return self.computed == len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,13 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """Work of one step. Sequences change in the next plan, so arrays are built from it at once.
+    """Work of one step. The engine builds its arrays at once, as the next call changes sequences.
 
-    - decode: sequences that get one token each, at position `computed - 1`.
+    - decode: sequences that get one token each, at position `computed - 1`, and their drafts.
     - chunks: parts of prompts.
     - preempted: sequences that have lost their pages.
-    - drain: nothing is planned until the engine has read all samples in flight and has finished
-      what ended.
+    - drain: True if no token is planned until the engine has read all results in flight and has
+      finished the sequences that they end.
     """
 
     decode: list[Sequence] = field(default_factory=list)
@@ -175,7 +179,7 @@ class Scheduler:
         self._check_size(sequence)
         self._check_queue(sequence)
         sequence.arrival = next(self._arrivals)
-        if self.pool.cache_prefixes:
+        if self.pool.cache_prefixes and not sequence.whole:
             sequence.hashes = chain(sequence.tokens, self.pool.page, sequence.salt)
         self._enqueue(sequence)
 
@@ -193,11 +197,18 @@ class Scheduler:
         """Ends a sequence whose client has left, as `finish` does."""
         self.finish(sequence)
 
-    def read(self, sequence: Sequence, token: int) -> None:
-        """Notes a sample that the host has read; one of an ended sequence is dropped."""
+    def read(self, sequence: Sequence, token: int, *, after_draft: bool = False) -> None:
+        """Notes a sample that the host has read; one of an ended sequence is dropped.
+
+        `after_draft`: it is a further sample of the same step, after a draft that was right, whose
+        cache entry stays. Entries of wrong drafts are written over later.
+        """
         if sequence.slot >= 0:
             sequence.tokens.append(token)
-            sequence.flying -= 1
+            if after_draft:
+                sequence.computed += 1
+            else:
+                sequence.flying -= 1
             self._publish(sequence)
 
     def plan(self) -> Plan:
@@ -206,7 +217,8 @@ class Scheduler:
         self._leave_windows()
         if not self._decode(plan):
             return Plan(drain=True)
-        room = min(self.limits.chunk, self.limits.tokens - len(plan.decode))
+        left = self.limits.tokens - sum(1 + len(s.drafts) for s in plan.decode)
+        room = max(min(self.limits.chunk, left), 0)
         for sequence in self.running.values():
             if not sequence.sampled:
                 room = self._prefill(plan, sequence, room)
@@ -222,23 +234,22 @@ class Scheduler:
     # Parts of a plan
 
     def _decode(self, plan: Plan) -> bool:
-        """Plans one token for each row that has its last one on the device, False: drain first.
+        """Plans one token for each row whose last one is on the device; False: drain first.
 
-        Preempts others until each row has its page. A sequence alone always has: see `add`.
+        Preempts sequences until each row has its page. A sequence alone always has (`add`).
         """
         while True:
             running = self.running.values()
-            rows = [s for s in running if s.sampled and not s.is_launched]
-            rows = [s for s in rows if not (s.waits and s.flying)]
-            del rows[self.limits.tokens :]
+            rows = [s for s in running if s.sampled and len(s.tokens) + s.flying < s.limit]
+            rows = [s for s in rows if not (s.waits and s.flying)][: self.limits.tokens]
             page = self.pool.page
             growing = [s for s in rows if s.computed == len(s.pages) * page]
             if len(growing) <= self.pool.available:
                 break
-            victims = [s for s in reversed(running) if not s.is_launched]
-            if len(victims) == 1 or any(s.flying for s in running):
+            if any(s.flying for s in running):
                 return False
-            victim = max(victims, key=lambda s: s.priority)  # the first, so the last admitted
+            # The first of equals wins: in this order the one admitted last.
+            victim = max(reversed(running), key=lambda s: s.priority)
             self._stop(victim)
             self._enqueue(victim)
             plan.preempted.append(victim)
@@ -247,27 +258,41 @@ class Scheduler:
         for sequence in rows:
             sequence.computed += 1
             sequence.flying += 1
+            if sequence.drafts:
+                self._fit_drafts(sequence)
         plan.decode = rows
         return True
+
+    def _fit_drafts(self, sequence: Sequence) -> None:
+        """Drops drafts beyond the limit, or beyond the pages where no more are free."""
+        drafts, size = sequence.drafts, self.pool.page
+        del drafts[sequence.limit - 1 - sequence.computed :]
+        needed = self._pages(sequence.computed + len(drafts)) - len(sequence.pages)
+        more = self.pool.take(max(needed, 0))
+        if more is None:
+            del drafts[len(sequence.pages) * size - sequence.computed :]
+        else:
+            sequence.pages += more
 
     def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
         known = len(sequence.tokens)
-        count = min(room, known - sequence.computed)
+        count = known - sequence.computed
         if not count:
             return room
+        count = count if sequence.whole else min(room, count)
         first = sequence.computed
         sequence.computed += count
         sequence.sampled = sequence.computed == known < sequence.limit
         sequence.flying += sequence.sampled
         plan.chunks.append(Chunk(sequence, first, count, sequence.sampled))
-        return 0 if self.limits.prefill_alone else room - count
+        return 0 if self.limits.prefill_alone or sequence.whole else room - count
 
     def _admit(self, plan: Plan, room: int) -> None:
         """Starts waiting sequences in order, up to the first that finds no slot or no pages.
 
-        A sequence whose next page is in a chunk of this step waits for it and does not stop
-        others. It does so for as long as the chunks of one sequence go along its own prompt.
+        A sequence is passed over while a chunk of this step computes a page of its own prompt,
+        which it will find in the cache. Slots are kept for sequences passed over.
 
         A page stays free for each sequence that may need another one. Without this reserve the
         next steps would preempt the newcomer, at the price of its whole prompt.
@@ -276,7 +301,7 @@ class Scheduler:
         reserve = sum(self._may_grow(s, len(s.pages)) for s in self.running.values())
         computing = {hash for chunk in plan.chunks for hash in self._hash_at(chunk)}
         for *_, sequence in self._queue:
-            if not room or postponed == len(self._slots):
+            if not room or postponed == len(self._slots) or (sequence.whole and plan.chunks):
                 break
             usable = (len(sequence.tokens) - 1) // self.pool.page if sequence.reads_prefix else 0
             hashes = sequence.hashes[:usable]
@@ -298,13 +323,15 @@ class Scheduler:
         return [h for h in chunk.sequence.hashes[number : number + 1] if h not in self.pool]
 
     def _start(self, sequence: Sequence, hashes: list[bytes], reserve: int) -> bool:
-        """Gives a waiting sequence a slot and the pages of all its tokens, False: they are short.
+        """Gives a waiting sequence a slot and pages for all its tokens; False: pages are short.
 
         - hashes: of the pages that it may share.
         - reserve: pages that others may need in the next steps.
         """
         pool = self.pool
         needed = self._pages(len(sequence.tokens))
+        if self.limits.computes_once:
+            needed = self._most_pages(sequence)
         reserve += self._may_grow(sequence, needed)
         hits = pool.match(hashes)
         if needed - len(hits) + reserve > pool.available:
@@ -326,8 +353,8 @@ class Scheduler:
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.sampled = -1, [], False
-        sequence.computed = sequence.published = sequence.passed = 0
+        sequence.slot, sequence.pages, sequence.sampled, sequence.drafts = -1, [], False, []
+        sequence.computed = sequence.passed = 0
 
     def _leave_windows(self) -> None:
         """Releases pages that neither this step's queries nor later ones see."""
@@ -344,8 +371,9 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Shares full pages of known tokens, unless the weights have changed since admission."""
         pool = self.pool
-        full = min(sequence.computed, len(sequence.tokens)) // pool.page
-        if full == sequence.published or not pool.cache_prefixes:
+        known = sequence.prompt if self.limits.computes_once else len(sequence.tokens)
+        full = min(sequence.computed, known) // pool.page
+        if full == sequence.published or sequence.whole or not pool.cache_prefixes:
             return
         if sequence.generation == pool.generation:
             known = sequence.hashes
@@ -394,7 +422,7 @@ class Scheduler:
             )
 
     def _check_queue(self, sequence: Sequence) -> None:
-        """Check that the queue has room; an empty one takes a sequence of any size."""
+        """Refuses what the queue has no room for; an empty one takes a sequence of any size."""
         waiting, limits = len(self._queue), self.limits
         if limits.queued is not None and waiting >= limits.queued:
             raise QueueFull(f"{waiting} requests wait already: send it again later")

@@ -6,13 +6,12 @@ Slots of a page that no token of the row has reached may hold anything, even inf
 Invariant: the output of a token depends on its row only, not on other rows or on padding.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.attention.api import masked_scores
@@ -69,16 +68,8 @@ def write_pages(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Arr
 
     A donated array is written in place. No two tokens may have one slot, but in page 0.
     """
-    count, heads, size = pages.shape[:3]
-    # Rows of one matrix: XLA would transpose the pages for a scatter along two axes.
-    flat = pages.reshape(count * heads * size, *pages.shape[3:])
-    first = page * (heads * size) + slot
-    places = first[:, None] + jnp.arange(heads, dtype=jnp.int32) * size
-    new = new.astype(pages.dtype)
     # What page 0 holds does not matter, so neither does the order of writes to it.
-    return (
-        flat.at[places].set(new, mode="promise_in_bounds", unique_indices=True).reshape(pages.shape)
-    )
+    return pages.at[page, :, slot].set(new.astype(pages.dtype), unique_indices=True)
 
 
 @jax.named_scope("sdpa")
@@ -112,9 +103,8 @@ def paged_attention(
     if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
         return _reference(q, keys, values, rows, call, sinks, scales, value_size)
     arrays = PagedArrays(q, keys, values, rows, sinks, scales)
-    if each is None:
-        return paged_prefill(arrays, call, prefill_tile(arrays))
-    return paged_decode(arrays, call, each, decode_tile(arrays, each), splits_of(arrays, each))
+    splits = splits_for(arrays, each) if each else None
+    return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -131,11 +121,11 @@ def _reference(q, keys, values, rows, call, sinks, scales, value_size):
         of_row = [None] * 2 if scales is None else [_of_row(x, table) for x in scales]
         return _attention_of_token(q, key, value, position, call, sinks, of_row)
 
-    return _map_in_parts(attend, (q, row, position))
+    return jax.lax.map(attend, (q, row, position), batch_size=TOKENS_AT_ONCE)
 
 
 def _of_row(pages: jax.Array, table: jax.Array) -> jax.Array:
-    """What pages [P, K, PAGE, ...] hold of a row with `table` [M] -> [K, M * PAGE, ...]."""
+    """Return the slots [K, M * PAGE, ...] of a row with `table` [M], of pages [P, K, PAGE, ...]."""
     own = jnp.moveaxis(pages[table], 0, 1)  # [K, M, PAGE, ...]
     return own.reshape(own.shape[0], -1, *own.shape[3:])
 
@@ -165,13 +155,6 @@ def _attention_of_token(q, keys, values, position, call, sinks, scales):
     return out.reshape(len(q), -1)
 
 
-def _map_in_parts(function: Callable, tokens: tuple[jax.Array, ...]) -> jax.Array:
-    """`function` of each token, of so many at a time that their keys need little memory."""
-    if len(tokens[0]) <= TOKENS_AT_ONCE:
-        return jax.vmap(function)(tokens)
-    return jax.lax.map(function, tokens, batch_size=TOKENS_AT_ONCE)
-
-
 # ---- our kernels -------------------------------------------------------------------------------
 
 
@@ -192,7 +175,10 @@ class PagedArrays(NamedTuple):
 
 
 class PagedTile(NamedTuple):
-    """Sizes of a program: queries (new tokens times heads of a group), keys, warps, loads ahead."""
+    """Sizes of a program: queries (new tokens times heads of a group), keys, warps, loads ahead.
+
+    Keys of a tile lie in one page.
+    """
 
     queries: int
     keys: int
@@ -207,97 +193,89 @@ class Splits(NamedTuple):
     walkers: int
 
 
-SPLIT_TOKENS, SHORT_SPLIT_TOKENS = 1024, 256  # of many rows, and of so few that GPUs idle
-FEW_PROGRAMS = 64  # rows times kv heads
+# Tiles of all rows, and the most tokens of a split with no more of them: GPUs want some hundred
+# programs, and longer splits cost less. Measured on an H100.
+SPLIT_TOKENS = ((32, 256), (256, 512), (1 << 30, 1024))
 MOST_SPLITS = 32  # of a row: memory for their parts
 MOST_PROGRAMS = 4096  # those beyond a row's length cost their start
 
 
-def decode_tile(arrays: PagedArrays, each: int) -> PagedTile:
-    """The tile for `each` new tokens of each row, one or a few."""
-    queries = min(max(power_of_2(each * arrays.group), 16), 64)
+def tile_for(arrays: PagedArrays, each: int | None) -> PagedTile:
+    """The tile for `each` new tokens of each row, one or a few, or None: for any number."""
+    width, page = arrays.q.shape[-1], arrays.keys.shape[2]
+    queries = min(max(power_of_2(each * arrays.group), 16), 64) if each else 128
     if arrays.values is None:
-        return PagedTile(min(queries, 32), 32, 8 if queries > 16 else 4, 3)
-    if arrays.q.shape[-1] > 128:
-        return PagedTile(queries, 32, 4, 3)
-    return PagedTile(queries, 64, 4, 3)
+        queries = min(queries, 64)
+        return PagedTile(queries, 32, 4 if queries == 16 else 8, 2 if queries == 64 else 3)
+    if each is None:
+        return PagedTile(queries, min(64, page), 8, 3 if width <= 128 else 2)
+    return PagedTile(queries, min(64 if width <= 128 else 32, page), 4, 3)
 
 
-def prefill_tile(arrays: PagedArrays) -> PagedTile:
-    """The tile for rows of any number of new tokens."""
-    if arrays.values is None:
-        return PagedTile(64, 32, 8, 2)
-    return PagedTile(128, 64, 8, 3) if arrays.q.shape[-1] <= 128 else PagedTile(64, 64, 4, 2)
-
-
-def splits_of(arrays: PagedArrays, each: int) -> Splits:
+def splits_for(arrays: PagedArrays, each: int) -> Splits:
     """The splits of rows with tables of this width; they do not depend on lengths."""
     count, width = arrays.rows.tables.shape
-    page = arrays.keys.shape[2]
-    programs = count * arrays.keys.shape[1]
-    tokens = SHORT_SPLIT_TOKENS if programs < FEW_PROGRAMS else SPLIT_TOKENS
-    pages = max(tokens // page, power_of_2(-(-width // MOST_SPLITS)))
+    tiles = -(-each * arrays.group // tile_for(arrays, each).queries)
+    programs = count * arrays.keys.shape[1] * tiles
+    tokens = next(tokens for most, tokens in SPLIT_TOKENS if programs <= most)
+    pages = max(tokens // arrays.keys.shape[2], power_of_2(-(-width // MOST_SPLITS)))
     walkers = max(1, min(-(-width // pages), MOST_PROGRAMS // programs))
     return Splits(pages, walkers)
 
 
-def paged_decode(
-    arrays: PagedArrays, call: AttentionCall, each: int, tile: PagedTile, splits: Splits
+def attend_by_tiles(
+    arrays: PagedArrays,
+    call: AttentionCall,
+    each: int | None,
+    tile: PagedTile,
+    splits: Splits | None = None,
 ) -> jax.Array:
-    """`paged_attention` of rows with `each` new tokens: parts of their keys, then one of parts."""
-    from mjax.kernels.attention.paged_triton import merge_splits, paged_splits
+    """`paged_attention` by our kernels: of splits of keys, then of parts; without splits, at once.
 
-    q, rows = arrays.q, arrays.rows
-    constants, shared = (
-        _constants(arrays, call, tile),
-        {"SPLIT": splits.pages * arrays.keys.shape[2]},
-    )
-    count = -(-rows.tables.shape[1] // splits.pages)
-    shared |= {"SPLITS": count, "EACH": each, "WINDOW": constants["WINDOW"]}
-    size = constants["VALUES"]
-    tiles = -(-each * arrays.group // tile.queries)
-    means, sums = triton_call(
-        paged_splits,
-        [*_operands(arrays), rows.tables, rows.lengths],
-        [
-            jax.ShapeDtypeStruct((*q.shape[:2], count, size), jnp.float32),
-            jax.ShapeDtypeStruct((*q.shape[:2], count), jnp.float32),
-        ],
-        programs=len(rows.lengths) * arrays.keys.shape[1] * tiles * splits.walkers,
-        WALKERS=splits.walkers,
+    Splits are for rows that have `each` new tokens.
+    """
+    from mjax.kernels.attention.paged_triton import attend_to_pages, merge_splits
+
+    q, (_, kv_heads, page, _) = arrays.q, arrays.keys.shape
+    constants = _constants(arrays, call, each)
+    shared = {name: constants[name] for name in ("EACH", "H", "WINDOW")}
+    split, count, walkers = 0, 1, 1
+    tiles = len(q) * arrays.group // tile.queries + constants["ROWS"] + 1
+    if splits is not None:
+        walkers = splits.walkers
+        split, count = splits.pages * page, -(-constants["M"] // splits.pages)
+        tiles = constants["ROWS"] * -(-each * arrays.group // tile.queries) * walkers
+    shared |= {"SPLIT": split, "SPLITS": count}
+    size = constants["WIDTH"] - constants["TAIL"]
+    means = jax.ShapeDtypeStruct((*q.shape[:2], count, size), jnp.float32)
+    sums = jax.ShapeDtypeStruct(means.shape[:3], jnp.float32)
+    out = jax.ShapeDtypeStruct((*q.shape[:2], size), q.dtype)
+    made = triton_call(
+        attend_to_pages,
+        _operands(arrays),
+        [out] if splits is None else [means, sums],
+        programs=tiles * kv_heads,
+        warps=tile.warps,
+        WALKERS=walkers,
+        QUERIES=tile.queries,
+        KEYS=tile.keys,
+        STAGES=tile.stages,
         **constants | shared,
+        **({"sums": None} if splits is None else {}),
     )
+    if splits is None:
+        return made[0]
     room = power_of_2(count)
     return triton_call(
         merge_splits,
-        [means, sums, rows.lengths],
-        [jax.ShapeDtypeStruct((*q.shape[:2], size), q.dtype)],
+        [*made, arrays.rows.lengths],
+        [out],
         programs=q.shape[0] * q.shape[1],
-        warps=max(1, min(8, room * size // 2048)),
+        warps=max(1, min(8, room * constants["H"] // 2048)),
         HEADS=q.shape[1],
-        VALUES=size,
+        SIZE=size,
         ROOM=room,
         **shared,
-    )[0]
-
-
-def paged_prefill(arrays: PagedArrays, call: AttentionCall, tile: PagedTile) -> jax.Array:
-    """`paged_attention` of rows with any number of new tokens, by tiles of queries."""
-    from mjax.kernels.attention.paged_triton import paged_tiles
-
-    q, rows = arrays.q, arrays.rows
-    count = len(rows.lengths)
-    tiles = len(q) * arrays.group // tile.queries + count + 1
-    constants = _constants(arrays, call, tile)
-    return triton_call(
-        paged_tiles,
-        [*_operands(arrays), rows.tables, rows.lengths, rows.starts],
-        [jax.ShapeDtypeStruct((*q.shape[:2], constants["VALUES"]), q.dtype)],
-        programs=tiles * arrays.keys.shape[1],
-        T=len(q),
-        ROWS=count,
-        ROOM=power_of_2(count + 1),
-        **constants,
     )[0]
 
 
@@ -307,35 +285,35 @@ def power_of_2(least: int) -> int:
 
 
 def _operands(arrays: PagedArrays) -> list[jax.Array]:
-    """The first six arrays that a kernel takes; those that it does not read have one element."""
-    unread = functools.partial(jnp.zeros, 1)
-    values = unread(arrays.keys.dtype) if arrays.values is None else arrays.values
-    scales = arrays.scales or (unread(jnp.float32),) * 2
-    sinks = unread(jnp.float32) if arrays.sinks is None else arrays.sinks.astype(jnp.float32)
-    return [arrays.q, arrays.keys, values, *scales, sinks]
+    """The arrays that our kernel takes; those that it does not read have one element."""
+    q, rows = arrays.q, arrays.rows
+    values = np.zeros(1, q.dtype) if arrays.values is None else arrays.values
+    scales = arrays.scales or (np.zeros(1, np.float32),) * 2
+    # one for all heads, which is a constant: XLA fills arrays by a kernel
+    sinks = np.full(1, -np.inf) if arrays.sinks is None else arrays.sinks
+    sinks = sinks.astype(np.float32)
+    return [q, arrays.keys, values, *scales, sinks, rows.tables, rows.lengths, rows.starts]
 
 
-def _constants(arrays: PagedArrays, call: AttentionCall, tile: PagedTile) -> dict:
-    """The constants that both kernels are compiled for; a window as long as a table is none."""
-    _, kv_heads, page, width = arrays.keys.shape
-    main = 1 << (width.bit_length() - 1)
-    longest = arrays.rows.tables.shape[1] * page
+def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> dict:
+    """The constants that our kernel is compiled for; a window as long as a table is none."""
+    count, width = arrays.rows.tables.shape
+    _, kv_heads, page, channels = arrays.keys.shape
+    size = channels if arrays.values is not None else 1 << (channels.bit_length() - 1)
     return dict(
-        warps=tile.warps,
-        M=arrays.rows.tables.shape[1],
+        M=width,
+        T=len(arrays.q),
+        ROWS=count,
+        ROOM=power_of_2(count + 1),
+        EACH=each or 0,
         KV_HEADS=kv_heads,
         GROUP=arrays.group,
-        MAIN=main,
-        TAIL=width - main,
-        VALUES=main if arrays.values is None else arrays.values.shape[-1],
+        H=power_of_2(size),
+        WIDTH=channels,
+        TAIL=channels - size,
         PAGE=page,
+        SINKS=int(arrays.sinks is not None),
         SCALE=call.scale,
         SOFTCAP=call.softcap or 0,
-        WINDOW=call.window if call.window is not None and call.window < longest else 0,
-        SINKS=arrays.sinks is not None,
-        SCALED=arrays.scales is not None,
-        LATENT=arrays.values is None,
-        QUERIES=tile.queries,
-        KEYS=tile.keys,
-        STAGES=tile.stages,
+        WINDOW=call.window if call.window is not None and call.window < width * page else 0,
     )

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from mjax.kernels.base.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
-PAGED_HEADS = ((64, 64), (128, 128), (256, 256), (576, 512))  # keys and values, of paged attention
-PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it, or are divided by it
+PAGED_HEADS = 16, 256  # paged attention: what sizes of heads are multiples of, and the largest
+LATENT_HEADS = 576, 512  # its keys and values where these are a part of keys
+PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
@@ -51,6 +52,7 @@ ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an 
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+CHANNELS_ROWS, CHANNELS_INPUTS = 64, 128  # most rows of 8-bit weights' kernel; a tile of inputs
 EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 NO_GPU = "there is no GPU"
@@ -407,6 +409,18 @@ def _nf4(x: Inputs) -> Choice:
     return _on_gpu(x.device, "a magnitude is read once for its block")
 
 
+def _channels8(x: Inputs) -> Choice:
+    """The kernel for rows and a weight in e4m3 of sizes (M, K, N)."""
+    count, width, outputs = x.shape
+    if count > CHANNELS_ROWS:
+        return Choice("xla", f"cuBLASLt is faster with more than {CHANNELS_ROWS} rows")
+    if width % CHANNELS_INPUTS or width * outputs > MOST_ELEMENTS:
+        return Choice("xla", f"our kernel has no {width} inputs with {outputs} outputs")
+    if not x.device.hopper:
+        return Choice("xla", "our kernel is for Hopper")
+    return _on_gpu(x.device, "it reads a weight once, at the speed of memory")
+
+
 def _paged_attention(x: Inputs, *, call: AttentionCall, value_size: int, page: int) -> Choice:
     """The kernels for queries [T, N, H] and pages of `page` tokens with values of `value_size`."""
     sizes = x.shape[-1], value_size
@@ -414,7 +428,8 @@ def _paged_attention(x: Inputs, *, call: AttentionCall, value_size: int, page: i
         return Choice("xla", "train.attention asks for it")
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Choice("xla", f"our kernels take no {x.dtype}")
-    if sizes not in PAGED_HEADS:
+    fits = sizes[0] == value_size <= PAGED_HEADS[1] and value_size % PAGED_HEADS[0] == 0
+    if sizes != LATENT_HEADS and not fits:
         return Choice("xla", f"our kernels have no keys of {sizes[0]} with values of {sizes[1]}")
     if page not in PAGES:
         return Choice("xla", f"our kernels take pages of {PAGES} tokens, not {page}")
@@ -435,6 +450,7 @@ RULES = {
     "causal_conv": _causal_conv,
     "experts": _experts,
     "gated_delta": _gated_delta,
+    "channels8": _channels8,
     "nf4": _nf4,
     "paged_attention": _paged_attention,
     "grouped_matmul": _grouped_matmul,

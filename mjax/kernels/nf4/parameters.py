@@ -72,6 +72,14 @@ def wide_spec(spec: ParamSpec) -> ParamSpec:
     return replace(spec, shape=shape)
 
 
+def as_weights(specs: dict) -> dict:
+    """Declarations with weights in the place of their codes, and without magnitudes."""
+    kept = {path: spec for path, spec in flatten_dict(specs).items() if not is_magnitude(path)}
+    for path, spec in codes_of(specs).items():
+        kept[path] = wide_spec(spec)
+    return unflatten_dict(kept)
+
+
 def _magnitudes_of(spec: ParamSpec) -> dict[str, ParamSpec]:
     """The declarations of the magnitudes of a weight; `Nf4` has their shapes."""
     lead, shape, axes = spec.lead, spec.shape, spec.axes

@@ -13,6 +13,7 @@ depends on the device there, and is a fixed one here. A weight takes 4.127 bits.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -112,6 +113,19 @@ class Nf4:
         last = self.lead + self.inputs - 1
         shape = self.codes.shape
         return (*shape[:last], 2 * shape[last], *shape[last + 1 :])
+
+    def dequantized(self, dtype: jnp.dtype) -> jax.Array:
+        """The weight as an array in `dtype`."""
+        return dequantize(self, dtype)
+
+    def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Nf4":
+        """The weight itself: `take` may not pick some of its outputs, which share magnitudes."""
+        assert take(self.codes) is self.codes, "a base in NF4 keeps all its outputs"
+        return self
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """The product with x [M, K] -> [M, N] in x's dtype."""
+        return nf4_matmul(x, self)
 
 
 # ---- rounding ------------------------------------------------------------------------------------

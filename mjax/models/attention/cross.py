@@ -18,7 +18,7 @@ from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.self_attention import Attention, heads_of_cache
 from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, Source
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, NewTokens, tokens_of
 from mjax.models.base.dropout import dropout
 from mjax.models.base.tensor_parallel import column
 from mjax.models.base.weight import weight_of
@@ -42,13 +42,15 @@ class SourceKeysValues(NamedTuple):
         real = CacheSpec(shape, ("batch", None), "int32")
         return SourceKeysValues(keys, values, real)
 
-    def write(self, k: jax.Array, v: jax.Array, real: jax.Array) -> "SourceKeysValues":
+    def write(
+        self, k: jax.Array, v: jax.Array, real: jax.Array, new: NewTokens
+    ) -> "SourceKeysValues":
         """The cache of a source, which it fills, with keys and values [B, T, K, H]."""
         keys = k.swapaxes(1, 2)
         values = v.swapaxes(1, 2)
         return SourceKeysValues(keys, values, real)
 
-    def read(self) -> tuple[jax.Array, jax.Array, Source]:
+    def read(self, new: NewTokens) -> tuple[jax.Array, jax.Array, Source]:
         """Keys and values [B, T, K, H], and the source that they are of."""
         tokens = tokens_of(self.real.shape, segments=self.real)
         k = self.keys.swapaxes(1, 2)
@@ -69,7 +71,10 @@ class CrossAttention(Attention):
 
     @jax.named_scope("cross_attention")
     def __call__(
-        self, x: jax.Array, inputs: BranchInputs, cache: SourceKeysValues | None = None
+        self,
+        x: jax.Array,
+        inputs: BranchInputs,
+        cache: SourceKeysValues | None = None,
     ) -> BranchOutput:
         cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
         (q,) = column(x, (weight_of(self.q),), ctx)
@@ -78,9 +83,9 @@ class CrossAttention(Attention):
         if source.x is not None:
             k, v = self._keys_and_values(source, inputs)
             if cache is not None:
-                cache = cache.write(k, v, source.tokens.segments)
+                cache = cache.write(k, v, source.tokens.segments, inputs.tokens.new)
         if cache is not None:
-            k, v, source = cache.read()
+            k, v, source = cache.read(inputs.tokens.new)
             inputs = replace(inputs, source=source)
         out = self.attend(q, k, v, inputs)
         return BranchOutput(self.output(out, inputs), cache=cache)

@@ -24,7 +24,6 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
-from mjax.models.attention.paged import PagedLatents
 from mjax.models.attention.positions import apply_rope
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
@@ -80,7 +79,13 @@ class MLA(BranchModule):
         name = f"self_attn.{hf}.weight"
         return matrix(shape, axes, name, parts=parts, matmul=matmul)
 
-    def _up(self, matmul: str, hf: str, inputs: tuple[str, int], *parts: int) -> ParamSpec:
+    def _up(
+        self,
+        matmul: str,
+        hf: str,
+        inputs: tuple[str, int],
+        *parts: int,
+    ) -> ParamSpec:
         """The projections of `inputs`, an axis and its size, to the parts of heads."""
         axis, width = inputs
         shape = (width, self.cfg.attention.num_attention_heads, sum(parts))
@@ -98,7 +103,7 @@ class MLA(BranchModule):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: Latents | PagedLatents | None = None,
+        cache: Latents | None = None,
     ) -> BranchOutput:
         ctx = inputs.ctx
         q = self._queries(x, inputs)
@@ -108,16 +113,17 @@ class MLA(BranchModule):
             scale = mla_scale(self.cfg)
         call = attention_call(self.cfg, inputs, scale)
         arrays, new = attention_arrays(self.cfg, inputs), inputs.tokens.new
-        if cache is not None:
+        if cache is None:
+            out = self._attend(q, latent, call, arrays, ctx)
+        else:
             cache = cache.write(latent, new)
             call = replace(call, implementation="xla")
-        if cache is not None and cache.reads_as_they_are(q.shape[1]):
-            attend = partial(cache.attend, call=call, arrays=arrays, new=new)
-            out = self._absorbed(q, attend)
-        else:
-            if cache is not None:
+            if self._reads_as_they_are(cache, q.shape[1]):
+                attend = partial(cache.attend, call=call, arrays=arrays, new=new)
+                out = self._absorbed(q, attend)
+            else:
                 latent, arrays = cache.read(arrays, new, q.shape[1])
-            out = self._attend(q, latent, call, arrays, ctx)
+                out = self._attend(q, latent, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         return BranchOutput(y, cache=cache)
 
@@ -199,6 +205,12 @@ class MLA(BranchModule):
         shape = *k.shape[:3], sizes.qk_rope_head_dim
         shared = jnp.broadcast_to(key[:, :, None], shape)
         return _join_channels(k, shared), v
+
+    def _reads_as_they_are(self, cache: Latents, tokens: int) -> bool:
+        """Whether new tokens attend to latents through one `kv_b`, as rows with adapters cannot."""
+        adapter = weight_of(self.kv_b).adapter
+        is_one_weight = adapter is None or adapter.scales is None
+        return is_one_weight and cache.reads_as_they_are(tokens)
 
     def _absorbed(self, q: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
         """[B, S, N, U] of queries that read latents as they are: `attend` of a cache."""

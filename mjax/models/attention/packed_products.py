@@ -81,7 +81,7 @@ def adds_biases_only(cfg: ModelConfig, word: str) -> bool:
 
 def _can_join(q: Weight, kv: Weight) -> bool:
     """Whether one matmul may have both weights: without scales, with two running sums or none."""
-    if q.recipe or kv.recipe or q.adapter or kv.adapter or q.in_nf4:
+    if q.recipe or kv.recipe or q.adapter or kv.adapter or q.is_coded:
         return False
     return (q.grad_sum is None) == (kv.grad_sum is None)
 

@@ -20,7 +20,6 @@ from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
-from mjax.models.attention.paged import PagedKeysValues
 from mjax.models.attention.positions import apply_rope
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
@@ -31,6 +30,8 @@ from mjax.models.base.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import held_groups
 from mjax.sharding.spec import ParamSpec
+
+SelfCache = KeysValues
 
 
 class Attention(BranchModule):
@@ -107,7 +108,7 @@ class Attention(BranchModule):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | PagedKeysValues | None = None
+        self, x: jax.Array, inputs: BranchInputs, cache: SelfCache | None = None
     ) -> BranchOutput:
         sizes = self.cfg.attention
         if sizes.attention_in_multiplier is not None:
@@ -130,8 +131,8 @@ class Attention(BranchModule):
         x: jax.Array,
         call: AttentionCall,
         inputs: BranchInputs,
-        cache: KeysValues | PagedKeysValues | None,
-    ) -> tuple[jax.Array, KeysValues | PagedKeysValues | None]:
+        cache: SelfCache | None,
+    ) -> tuple[jax.Array, SelfCache | None]:
         """(heads of values [B, S, N/tp, H], the new cache)."""
         sizes = self.cfg.attention
         q, k, v, gate = self._queries_keys_values(x, inputs)

@@ -1,9 +1,10 @@
 """Which parameters of a model get adapters (`lora` of the config), and how weights meet them.
 
 The adapter of a parameter `q` is an entry `q_lora` beside it, {"a", "b"} and with DoRA "magnitude"
-(`models/base/adapter.py`). To the rest of mjax these are parameters like others: they are sharded,
-gathered, trained and saved by their declarations. Only here do they join the weight. All other
-parameters are frozen, and stored in the dtype of the computation: there are no masters of them.
+(`models/base/adapter.py`). Several adapters of it have an axis of slots, and "scales". To the rest
+of mjax these are parameters like others: they are sharded, gathered, trained and saved by their
+declarations. Only here do they join the weight. All other parameters are frozen, and stored in the
+dtype of the computation: there are no masters of them.
 """
 
 import functools
@@ -13,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
-from mjax.kernels.nf4.parameters import MAGNITUDES_OF, nf4_specs, value_of_base, weight_in_nf4
-from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value, lengths
+from mjax.kernels.matmul.adapter_slots import TokenSlots
+from mjax.kernels.nf4.parameters import MAGNITUDES_OF, nf4_specs, weight_in_nf4
+from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
@@ -87,7 +88,19 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
         if _is_target(lora.targets, path, spec):
             for name, declared in _declared(path, spec, lora).items():
                 adapted[part_path(path, name)] = declared
+    is_whole = not any(spec.frozen for spec in adapted.values())
+    if is_whole or (lora.targets and not any(map(is_of_adapter, adapted))):
+        raise UserError(
+            f"lora.trained={lora.trained} leaves no weight to adapters; name less there, or set "
+            "lora.rank=0 to train all weights"
+        )
     return unflatten_dict(adapted)
+
+
+def adapter_sides(a: ParamSpec, b: ParamSpec) -> tuple[int, int]:
+    """The (inputs, outputs) of each matrix that an adapter of these arrays belongs to."""
+    inputs, outputs = a.matrix_view()[1], b.matrix_view()[2]
+    return math.prod(a.shape[i] for i in inputs), math.prod(b.shape[i] for i in outputs)
 
 
 def _is_target(patterns: Sequence[str], path: Path, spec: ParamSpec) -> bool:
@@ -150,13 +163,6 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     lead, inputs = spec.axes[: spec.lead], spec.axes[: spec.lead + spec.inputs]
     halves = ("pair",) if "pair" in spec.output_axes else ()
     shapes = part_shapes(spec, rank)
-    outputs = math.prod(spec.shape[len(inputs) :]) // (1 + len(halves))
-    most = min(math.prod(spec.shape[len(lead) : len(inputs)]), outputs)
-    if lora.init == "pissa" and spec.matmul and rank > most:
-        raise UserError(
-            f"lora.init=pissa: {'.'.join(path)} has {most} singular values, fewer than a rank of "
-            f"{rank}; lower lora.rank, or give it another in lora.rank_pattern"
-        )
     active = spec.active if spec.matmul else 0.0
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
     declared = {
@@ -174,6 +180,12 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             **plain,
         ),
     }
+    most = min(adapter_sides(declared["a"], declared["b"]))
+    if lora.init == "pissa" and spec.matmul and rank > most:
+        raise UserError(
+            f"lora.init=pissa: {'.'.join(path)} has {most} singular values, fewer than a rank of "
+            f"{rank}; lower lora.rank, or give it another in lora.rank_pattern"
+        )
     if lora.dora:
         declared["magnitude"] = ParamSpec(
             shape=shapes["magnitude"],
@@ -181,69 +193,6 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             **plain | {"role": "scalar"},
         )
     return declared
-
-
-# ---- the first values ----------------------------------------------------------------------------
-
-
-def only_adapters(tree: dict) -> dict:
-    """The entries of a tree like the parameters that are parts of adapters."""
-    flat = flatten_dict(tree)
-    return unflatten_dict({path: entry for path, entry in flat.items() if is_of_adapter(path)})
-
-
-def without_adapters(tree: dict) -> dict:
-    """The other entries."""
-    flat = flatten_dict(tree)
-    return unflatten_dict({path: entry for path, entry in flat.items() if not is_of_adapter(path)})
-
-
-def joined_trees(*trees: dict) -> dict:
-    """One tree of the entries of several; a later one goes before an earlier one."""
-    entries: dict = {}
-    for tree in trees:
-        entries |= flatten_dict(tree)
-    return unflatten_dict(entries)
-
-
-def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
-    """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
-
-    `specs` declare both. They start as PEFT's: a is uniform within 1/sqrt(inputs), b is zero, and a
-    length is that of the base. With the `init` "gaussian" a is normal with deviation 1/r. For a
-    table [V, D] a is zero. b is then normal for an embedding, and uniform within 1/sqrt(D) for a
-    head.
-    """
-    params, declared, started = flatten_dict(base), flatten_dict(specs), {}
-    adapters = sorted(path for path in declared if is_of_adapter(path))
-    for number, path in enumerate(adapters):
-        spec, of_base = declared[path], declared[base_of(path)]
-        drawn = "a" if of_base.matmul else "b"
-        if path[-1] == "magnitude":
-            of_each = functools.partial(lengths, inputs=of_base.inputs)
-            for _ in range(of_base.lead):
-                of_each = jax.vmap(of_each)
-            value = value_of_base(params, base_of(path), of_base)
-            started[path] = of_each(value)
-        elif path[-1] == drawn:
-            own = jax.random.fold_in(key, number)
-            if init == "gaussian" and of_base.matmul:
-                started[path] = jax.random.normal(own, spec.shape) / spec.shape[-1]
-            else:
-                started[path] = _draw(own, spec, of_base)
-        else:
-            started[path] = jnp.zeros(spec.shape, jnp.float32)
-    return unflatten_dict(started)
-
-
-def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
-    """The matrix of an adapter that does not start at zero."""
-    if of_base.role == "embedding":
-        return jax.random.normal(key, spec.shape)
-    _, inputs, outputs = spec.matrix_view()
-    summed = inputs if of_base.matmul else outputs
-    limit = math.prod(spec.shape[i] for i in summed) ** -0.5
-    return jax.random.uniform(key, spec.shape, minval=-limit, maxval=limit)
 
 
 # ---- weights and their adapters in a step --------------------------------------------------------
@@ -319,6 +268,7 @@ def _with_adapter(
         beside["b"],
         beside.get("magnitude"),
         dropout,
+        beside.get("scales"),
         scale=of_adapter["b"].scale,
         halves=1 + outputs.index("pair") if "pair" in outputs else None,
         split=parallel if is_split else LOCAL,
@@ -328,3 +278,20 @@ def _with_adapter(
     if not is_weight(base):
         base = Weight(base, name=spec.matmul, inputs=spec.inputs)
     return replace(base, adapter=adapter)
+
+
+def has_slots(specs: dict) -> bool:
+    """Whether declarations are of a model with several adapters, of which tokens choose."""
+    return any(is_of_adapter(path) and path[-1] == "scales" for path in flatten_dict(specs))
+
+
+def with_slots(weights: dict, numbers: jax.Array, parallel: Parallel) -> dict:
+    """Weights of a module whose adapters, where they are several, know the slots of its tokens."""
+    slots = TokenSlots(numbers, parallel)
+
+    def one(w: WeightOrArray) -> WeightOrArray:
+        if not is_weight(w) or w.adapter is None:
+            return w
+        return replace(w, adapter=replace(w.adapter, slots=slots))
+
+    return jax.tree.map(one, weights, is_leaf=is_weight)

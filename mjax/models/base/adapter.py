@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from mjax.kernels.matmul.adapter_slots import TokenSlots, add_products_by_slot
 from mjax.sharding.collectives import LOCAL, Parallel
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -72,13 +73,15 @@ class InputDropout:
 @register_dataclass
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a weight [*inputs, *outputs].
+    """The adapter of a weight [*inputs, *outputs], or several of which each token has one.
 
     a: [*inputs, r]; [*inputs, 2, r] of a weight with two halves, each of which has its own.
     b: [r, *outputs].
     magnitude: [1, *outputs], the trained lengths of DoRA, or None.
     dropout: of x, or None.
-    scale: of the product.
+    scales: of several adapters, fp32 [slots]; a and b then have a leading axis of slots.
+    slots: of the tokens, then.
+    scale: of the product of one.
     halves: the axis of b that enumerates the halves, or None.
     split: the mesh whose tp devices hold parts of the inputs, or `LOCAL`.
     """
@@ -87,6 +90,8 @@ class Adapter:
     b: jax.Array
     magnitude: jax.Array | None = None
     dropout: InputDropout | None = None
+    scales: jax.Array | None = None
+    slots: TokenSlots | None = None
     scale: float = _without_leaves(1.0)
     halves: int | None = _without_leaves(None)
     split: Parallel = _without_leaves(LOCAL)
@@ -123,6 +128,8 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
     `value` is W [K, N], which only DoRA reads.
     """
     outputs = y.shape[1:]
+    if adapter.scales is not None:
+        return _add_own_products(y, x, adapter)
     a, b = adapter.matrices(x.dtype)
     if adapter.dropout is not None:
         x = adapter.dropout(x)
@@ -134,6 +141,21 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
     stretch = _stretch(value, adapter)
     stretch = stretch.astype(y.dtype)
     return y * stretch.reshape(outputs)
+
+
+def _add_own_products(y: jax.Array, x: jax.Array, several: Adapter) -> jax.Array:
+    """`add_product` of several adapters."""
+    assert several.slots is not None, "several adapters need the slot of each token"
+
+    def matrices_of(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        one = Adapter(a, b, halves=several.halves)
+        return one.matrices(x.dtype)
+
+    of_each = jax.vmap(matrices_of)
+    a, b = of_each(several.a, several.b)
+    count = len(x)
+    slots = several.slots.of_tokens(count)
+    return add_products_by_slot(y, x, a, b, several.scales, slots)
 
 
 def adapted_value(value: jax.Array, adapter: Adapter) -> jax.Array:

@@ -87,7 +87,7 @@ class Probe:
     layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/base/activation_statistics.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
-        (`models/trace.py`).
+        (`infer/trace.py`).
     """
 
     layers: tuple[int, int] | None = None
@@ -193,6 +193,8 @@ class Tokens:
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
         stands in the place of a token is their sum, each times its weight
         (`models/towers/tiles.py`).
+    adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
+        adapters (`interop/adapter_stack.py`); 0: none.
     """
 
     positions: jax.Array
@@ -205,6 +207,7 @@ class Tokens:
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    adapters: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -2,14 +2,8 @@
 
 from collections.abc import Mapping
 
-import jax
-
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-
-# (ids int32 [B, S] that the layers with caches read first; the real ones of each row [B], or None:
-# all are; what else is read with them).
-Prompt = tuple[jax.Array, jax.Array | None, Mapping]
 
 _READERS = {
     "target": "target is for encoder-decoders, which need it: the tokens that the decoder reads",

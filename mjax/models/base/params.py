@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.models.base.adapted import join_adapters
+from mjax.models.base.adapted import join_adapters, with_slots
 from mjax.models.base.adapter import TokenPlaces
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.spec import ParamSpec, is_spec
@@ -133,16 +133,22 @@ class Definition:
         return any(spec.dropout for spec in jax.tree.leaves(self.specs, is_leaf=is_spec))
 
     def bind(
-        self, params: dict, parallel: Parallel = LOCAL, places: TokenPlaces | None = None
+        self,
+        params: dict,
+        parallel: Parallel = LOCAL,
+        places: TokenPlaces | None = None,
+        slots: jax.Array | None = None,
     ) -> nnx.Module:
         """The module with these parameters. Use it while tracing only.
 
         Entries of `params` that `specs` does not declare are left out. Adapters join the weights
         that they are beside. `parallel` is the mesh that both are cut over, `places` those of
-        tokens if adapters drop out.
+        tokens if adapters drop out. `slots` int32 [B, S] or [B] are `Tokens.adapters`.
         """
         declared = {name: params[name] for name in self.specs}
         weights, specs = join_adapters(declared, self.specs, parallel, places)
+        if slots is not None:
+            weights = with_slots(weights, slots, parallel)
         return nnx.merge(self.graph, state_from(weights, specs))
 
 

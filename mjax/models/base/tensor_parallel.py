@@ -53,9 +53,9 @@ def row(h: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
 def _in_pieces(rows: int, weights: tuple[Weight, ...], ctx: Context) -> bool:
     """Whether shards of `rows` tokens are exchanged piece by piece.
 
-    Each piece would read a weight in NF4 again.
+    Each piece would read a weight in few bits again.
     """
-    return ctx.overlaps(rows) and not any(w.in_nf4 for w in weights)
+    return ctx.overlaps(rows) and not any(w.is_coded for w in weights)
 
 
 def _products(

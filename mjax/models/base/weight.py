@@ -19,8 +19,9 @@ from flax import nnx
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.fp8.recipe import Recipe
-from mjax.kernels.nf4.values import Nf4, dequantize, nf4_matmul
+from mjax.kernels.nf4.values import Nf4
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
 from mjax.sharding.collectives import LOCAL, Parallel
 
@@ -34,7 +35,8 @@ def _static(default):
 class Weight:
     """A matrix as matmuls read it. A field that is None is not there.
 
-    value: [*inputs, *outputs], in the dtype of the computation; of a frozen weight perhaps `Nf4`.
+    value: [*inputs, *outputs], in the dtype of the computation; or in few bits, which take no
+        gradient: of a frozen weight perhaps `Nf4`, of a served one perhaps `Channels8`.
     bits: uint8, shaped like value: what e4m3 rounds it to. Matmuls then read the bits, and the
         value only takes the gradient.
     transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
@@ -49,7 +51,7 @@ class Weight:
     Stacked weights of L layers have a leading axis L on every array.
     """
 
-    value: jax.Array | Nf4 | None = None
+    value: jax.Array | Nf4 | Channels8 | None = None
     bits: jax.Array | None = None
     transposed: jax.Array | None = None
     scales: jax.Array | None = None
@@ -60,19 +62,21 @@ class Weight:
     recipe: Recipe | None = _static(None)
 
     @property
-    def in_nf4(self) -> bool:
-        return isinstance(self.value, Nf4)
+    def is_coded(self) -> bool:
+        """Whether the value is in a form of few bits, which multiplies by itself."""
+        return isinstance(self.value, Nf4 | Channels8)
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
-        value = take(self.value)
+        value = self.value.of_outputs(take) if self.is_coded else take(self.value)
         adapter = self.adapter
         if adapter is None:
             return replace(self, value=value)
         length = adapter.magnitude
         if length is not None:
             length = take(length)
-        adapter = replace(adapter, b=take(adapter.b), magnitude=length)
+        take_b = take if adapter.scales is None else jax.vmap(take)
+        adapter = replace(adapter, b=take_b(adapter.b), magnitude=length)
         return replace(self, value=value, adapter=adapter)
 
 
@@ -100,8 +104,8 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     exchange (GPT 1.3B on two H200s: 1.5 % of a step). Outputs of a plain product stay as they are:
     where XLA shards by itself (`infer/`), it gathers a weight whose gate and up became one axis.
     """
-    if w.in_nf4:
-        return _matmul_nf4(x, w)
+    if w.is_coded:
+        return _matmul_coded(x, w)
     matrix = as_matrix(w)
     rows = x.reshape(-1, len(matrix.value))
     outputs = w.value.shape[w.inputs :]
@@ -118,13 +122,13 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     return y.reshape(*lead, *outputs)
 
 
-def _matmul_nf4(x: jax.Array, w: Weight) -> jax.Array:
-    """`matmul` by a weight in NF4, which takes no gradient."""
+def _matmul_coded(x: jax.Array, w: Weight) -> jax.Array:
+    """`matmul` by a weight in few bits, which takes no gradient."""
     coded, adapter = w.value, w.adapter
     outputs = coded.shape[w.inputs :]
     width = math.prod(coded.shape[: w.inputs])
     rows = x.reshape(-1, width)
-    y = nf4_matmul(rows, coded)
+    y = coded.product(rows)
     y = y.reshape(-1, *outputs)
     if adapter is not None:
         value = None
@@ -201,8 +205,8 @@ _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
 def plain_value(w: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The value as an array; of a weight in NF4 in `dtype`, for what may be under `vmap`."""
-    return dequantize(w.value, dtype) if w.in_nf4 else w.value
+    """The value as an array; of a weight in few bits in `dtype`, for what may be under `vmap`."""
+    return w.value.dequantized(dtype) if w.is_coded else w.value
 
 
 def value_with_adapter(w: Weight, dtype: jnp.dtype) -> jax.Array:

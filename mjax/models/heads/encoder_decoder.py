@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER, ENCODER
 from mjax.errors import UserError
-from mjax.models.base.context import Context, NewTokens, Tokens, tokens_of
+from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.streams import TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.shared_weights import Joint
@@ -56,16 +55,6 @@ class EncoderDecoderParts:
         Without `tokens` the decoder takes what it read from the caches.
         """
         return self.run(self.embed_streams(tokens, target, info, ctx), info, ctx, caches)
-
-    def prompt(
-        self, ids: jax.Array, count: jax.Array, items: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, None, Mapping]:
-        """The encoder reads the prompts; the decoder begins with a token of its own."""
-        start = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
-        nothing_before = jnp.zeros_like(count)
-        real = NewTokens(nothing_before, count).is_real(ids.shape[1])
-        inputs = {"source": ids, "real": real.astype(jnp.int32)}
-        return start, None, inputs
 
     def extend(
         self, ids: jax.Array, info: Tokens, ctx: Context, caches: Caches, inputs: Mapping

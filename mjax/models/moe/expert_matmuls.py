@@ -19,14 +19,14 @@ from mjax.models.moe.dispatch import (
     sums_of_rows,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.grouped_linear import matrices_of, weight_cotangent
+from mjax.models.moe.grouped_linear import matrices_of, rows_by_experts, weight_cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
     rows = rows_of_tokens(x, dispatch)
-    h = grouped_matmul(rows, matrices_of(up, x.dtype), dispatch.sizes, expert.kernel)
+    h = rows_by_experts(rows, up, dispatch.sizes, expert.kernel)
     return h.reshape(-1, *up.value.shape[2:])
 
 
@@ -70,7 +70,7 @@ def multiply_down(
     """
     of_rows = gates_of_rows(gates, dispatch)
     rows = expert.weighted(h, of_rows)
-    y = grouped_matmul(rows, matrices_of(down, h.dtype), dispatch.sizes, expert.kernel)
+    y = rows_by_experts(rows, down, dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
 
 

@@ -50,7 +50,7 @@ class ExpertWeights(NamedTuple):
     @property
     def are_frozen(self) -> bool:
         """Whether they have adapters, or would if they were targets."""
-        return self.have_adapters or self.up.in_nf4 or self.down.in_nf4
+        return self.have_adapters or self.up.is_coded or self.down.is_coded
 
 
 class RoutedTokens(NamedTuple):

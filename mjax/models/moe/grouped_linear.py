@@ -5,8 +5,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
-from mjax.kernels.nf4.values import read
+from mjax.kernels.fp8.channels import Channels8
+from mjax.kernels.matmul.grouped import (
+    grouped_matmul,
+    grouped_weight_gradient,
+    grouped_weight_gradient8,
+)
+from mjax.kernels.nf4.values import Nf4, read
 from mjax.models.base.weight import Weight
 
 
@@ -15,8 +20,15 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
     One in NF4 is read in `dtype`.
     """
-    value = read(w.value, dtype) if w.in_nf4 else w.value
+    value = read(w.value, dtype) if isinstance(w.value, Nf4) else w.value
     return value.reshape(*w.value.shape[:2], -1)
+
+
+def rows_by_experts(x: jax.Array, w: Weight, sizes: jax.Array, kernel: str) -> jax.Array:
+    """Rows x [M, inputs] of experts, each times its expert's matrix, [M, outputs]."""
+    if isinstance(w.value, Channels8):
+        return w.value.grouped_product(x, sizes, kernel)
+    return grouped_matmul(x, matrices_of(w, x.dtype), sizes, kernel)
 
 
 def weight_cotangent(
@@ -24,12 +36,12 @@ def weight_cotangent(
 ) -> Weight | None:
     """The cotangent of experts' weights: their gradient, or their running sum with it added.
 
-    Weights in NF4 have none.
+    Weights in few bits have none.
 
     x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
     """
     total = w.grad_sum
-    if w.in_nf4:
+    if w.is_coded:
         return None
     if total is None:
         product = grouped_weight_gradient(x, g, sizes, None, kernel)

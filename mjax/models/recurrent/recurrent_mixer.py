@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.kernels.recurrence.causal_conv import last_tokens
 from mjax.models.base.branch import BranchInputs, BranchModule, CacheSpec
-from mjax.models.base.context import NewTokens, PagedTokens
+from mjax.models.base.context import NewTokens
 from mjax.models.base.params import Initializer, declare
 from mjax.models.recurrent.recurrent_context import (
     document_starts,
@@ -65,31 +65,6 @@ class RecurrentCache(NamedTuple):
         return rows
 
 
-class SlotStates(NamedTuple):
-    """A `RecurrentCache` of all rows that are served, [slots, ..], of which a step takes some."""
-
-    histories: Parts
-    state: jax.Array
-
-    def of_rows(self, new: PagedTokens) -> RecurrentCache:
-        """The states of the rows of a step; those of rows that begin are zero."""
-
-        def taken(slots: jax.Array) -> jax.Array:
-            rows = slots[new.slots]
-            begins = jnp.expand_dims(new.are_first, tuple(range(1, rows.ndim)))
-            return jnp.where(begins, 0, rows)
-
-        return RecurrentCache(*jax.tree.map(taken, tuple(self)))
-
-    def with_rows(self, rows: RecurrentCache, new: PagedTokens) -> "SlotStates":
-        """The states after those of a step's rows are these."""
-
-        def put(slots: jax.Array, rows: jax.Array) -> jax.Array:
-            return slots.at[new.slots].set(rows.astype(slots.dtype))
-
-        return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
-
-
 class Scanned(NamedTuple):
     """Output of a scan: y [B, S, H, P], and the state after the last token."""
 
@@ -113,8 +88,8 @@ class RecurrentMixer(BranchModule):
         parts: Parts,
         rates: Parts,
         inputs: BranchInputs,
-        cache: RecurrentCache | SlotStates | None,
-    ) -> tuple[Any, jax.Array, RecurrentCache | SlotStates | None]:
+        cache: RecurrentCache | None,
+    ) -> tuple[Any, jax.Array, RecurrentCache | None]:
         """(what the scan read, y [B, S, H, P], the new cache)."""
         if cache is None:
             return *self._mix_sequences(parts, rates, inputs), None

@@ -188,7 +188,9 @@ class Layers:
         carry, weights = self.enter(plan, carry, weights)
         definition, parallel = self.blocks[plan.stack], self.ctx.of(stream_of(kind)).parallel
         places = self._token_places(definition.drops_out, kind, call)
-        block = definition.bind(weights, parallel, places)
+        tokens = call.inputs.tokens.of(stream_of(kind))
+        slots = None if tokens is None else tokens.adapters
+        block = definition.bind(weights, parallel, places, slots)
         output = block(
             carry.x,
             call.inputs.tokens,

@@ -55,16 +55,20 @@ class ItemParts:
         ctx: Context,
         caches: Caches | None = None,
         given: Mapping[str, jax.Array | Tiled | None] = MappingProxyType({}),
+        count: jax.Array | None = None,
     ) -> LayersOutput:
         """(final normed activations [B, S, D], shares of statistics, new caches).
 
         Items [B, I, ...] are given by modality. Items that are not given are not in the text, or
-        caches hold them.
+        caches hold them. They stand in the first `count` tokens of a row, int32 [B], or in all.
         """
+        places = tokens
+        if count is not None:
+            places = jnp.where(jnp.arange(tokens.shape[1]) < count[:, None], tokens, -1)
         rows, sizes = {}, {}
         for name in self.cfg.modalities:
             tower, items = self.cfg.tower(name), given.get(name)
-            info, of_items, size = beside_given(tokens, info, name, tower, items)
+            info, of_items, size = beside_given(places, info, name, tower, items)
             if of_items is not None:
                 rows[name], sizes[name] = of_items, size
         x = self.embed_items(tokens, rows, sizes, info, ctx)

@@ -12,17 +12,17 @@ from flax import nnx
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
+from mjax.infer.trace import trace
 from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.relative_bias import buckets
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models import build, definition_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
-from mjax.models.trace import trace
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.batch import most_documents, only_padding_follows
+from tests.generation import made_ids
 from tests.marks import quick, slow
 
 MODEL = {
@@ -122,18 +122,18 @@ def test_greedy_tokens_are_those_of_whole_passes(tp):
             lambda p, cut: jax.device_put(p, jax.NamedSharding(mesh, cut)), params, cuts
         )
     prompts = [rows(0, 11, 1)[0].tolist(), rows(1, 5, 1)[0].tolist()]
-    made = Generator(definition, params, cfg).complete(prompts, 20)
+    made = made_ids((definition, params, cfg), prompts, 20)
     whole = jax.jit(lambda source, target: model(source, target=target)[0].argmax(-1))
     for prompt, row in zip(prompts, made, strict=True):
-        target = jnp.asarray([[3, *row.ids[:-1]]])  # what each step read
-        assert row.ids == whole(jnp.asarray([prompt]), target).tolist()
-    assert len({token for row in made for token in row.ids}) > 2
+        target = jnp.asarray([[3, *row[:-1]]])  # what each step read
+        assert row == whole(jnp.asarray([prompt]), target).tolist()
+    assert len({token for row in made for token in row}) > 2
 
 
 def test_what_is_missing_is_said():
     cfg, model = make(decoder_start_token_id=None)
     with pytest.raises(UserError, match="model.decoder_start_token_id: generation begins"):
-        Generator(definition_of(cfg), split(model)[1], cfg)
+        made_ids((definition_of(cfg), split(model)[1], cfg), [[1]], 1)
     with pytest.raises(UserError, match="target is for encoder-decoders, which need it"):
         model(rows(0, 8))
     with pytest.raises(UserError, match="target is for encoder-decoders, which need it"):

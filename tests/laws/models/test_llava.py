@@ -22,13 +22,13 @@ from mjax.data.base.tokenizer import encode_with_items, load_tokenizer
 from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
-from mjax.infer.generate import Generator
 from mjax.models import build, definition_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.models.towers.modalities import Items, features_of
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
+from tests.generation import made_ids
 from tests.marks import quick, slow
 
 LLAVA = [
@@ -288,9 +288,9 @@ def test_a_run_is_continued_by_generate_with_items(data, tmp_path, monkeypatch, 
 
 def test_images_for_a_model_that_reads_none_are_refused():
     cfg = load(None, ["data.mock=true", "model.num_hidden_layers=1"]).model
-    generator = Generator(definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], cfg)
+    model = definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], cfg
     with pytest.raises(UserError, match="<image> is given, but the model has no tower"):
-        generator.complete([[1, 2]], 2, images=np.zeros((1, 1, 8, 8, 3), np.float32))
+        made_ids(model, [[1, 2]], 2, {"vision": np.zeros((1, 8, 8, 3), np.float32)})
 
 
 @slow

@@ -11,15 +11,15 @@ from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
+from mjax.infer.trace import trace
 from mjax.models import build, definition_of
 from mjax.models.base.branch import BranchInputs, Source, branch_class
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.models.retrieval.chunked_attention import beside_neighbors
-from mjax.models.trace import trace
 from mjax.prove import Cell, make_batch, make_companions, make_trainer
+from tests.generation import complete
 
 M, NEIGHBORS, R, S = 4, 2, 8, 16  # of a chunk; of neighbors a chunk, of one; of a row
 CHUNKS = S // M
@@ -201,7 +201,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(UserError, match="neighbors are for RETRO .R., which needs them"):
         model(text(0))
     with pytest.raises(UserError, match="generation with retrieval .R blocks. is not built"):
-        Generator(definition_of(cfg), split(model)[1], cfg)
+        complete((definition_of(cfg), split(model)[1], cfg), [[1]], 1)
     with pytest.raises(UserError, match="trace: "):
         trace(model, text(0))
     trainer = make_trainer("retro", Cell())

@@ -15,12 +15,12 @@ from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.data.multimodal.tiles import expanded, nearest_size, tag_ids, tagged_images
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
-from mjax.infer.generate import Generator
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, definition_of
 from mjax.models.base.params import split
 from mjax.prove import Cell, deviation, make_trainer
 from mjax.train.batch import field_maker
+from tests.generation import made_ids
 from tests.marks import quick, slow
 
 IMAGE = 257
@@ -273,15 +273,14 @@ def test_generation_with_tags_is_the_forward_pass_by_hand(
 def test_texts_without_images_and_too_few_tiles():
     cfg = load(None, [*TEXT, "data.mock=true"]).model
     definition, params = split(build(cfg, nnx.Rngs(0)))
-    generator = Generator(definition, params, cfg)
+    model = definition, params, cfg
     images, ((ids,), ()) = tagged_images([[PICTURES["wide"]], []], cfg.vision, BYTES)
     assert images.shape == (2, 3, 8, 8, 3) and not images[1].any()
     prompts = [expanded([*b"a", IMAGE, *b"b"], IMAGE, [ids])[0], [*b"none"]]
-    both = generator.complete(prompts, 2, images=images)
-    alone = generator.complete([prompts[1]], 2)
-    assert len(both) == 2 and len(alone) == 1
-    with pytest.raises(UserError, match="prompt 0 has 12 tokens 257, and 2 <image> of 4 tokens"):
-        generator.complete(prompts, 2, images=images[:, :2])
+    both = made_ids(model, prompts, 2, {"vision": images[0]})
+    assert both[1:] == made_ids(model, prompts[1:], 2)
+    with pytest.raises(UserError, match="a prompt has 12 tokens 257, and 2 <image> of 4 tokens"):
+        made_ids(model, prompts, 2, {"vision": images[0, :2]})
     with pytest.raises(UserError, match="a text has 2 <image>, and 1 pictures are given"):
         expanded([IMAGE, IMAGE], IMAGE, [ids])
 

@@ -18,7 +18,6 @@ from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.data.multimodal.tiles import features_of_images, tiled_images
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
-from mjax.infer.generate import Generator
 from mjax.models import build, definition_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
@@ -27,6 +26,7 @@ from mjax.models.towers.tiles import NEWLINE, Tiled, padded_features
 from mjax.models.towers.vision import pixel_shuffle
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, compare, holds
+from tests.generation import made_ids
 from tests.marks import quick, slow
 
 SIZES = "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
@@ -259,10 +259,10 @@ def test_a_run_is_continued_by_generate_with_pictures(data, tmp_path, monkeypatc
 
 def test_tokens_and_images_that_do_not_fit_are_refused():
     cfg = load(None, MOCK).model
-    generator = Generator(definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], cfg)
+    given = definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], cfg
     tiled, _ = tiled_images([[np.zeros((8, 16, 3), np.uint8)]], VISION)
-    with pytest.raises(UserError, match="prompt 0 has 3 tokens 257, and 1 <image> of 14 tokens"):
-        generator.complete([[1, 257, 257, 257]], 2, images=tiled)
+    with pytest.raises(UserError, match="a prompt has 3 tokens 257, and 1 <image> of 14 tokens"):
+        made_ids(given, [[1, 257, 257, 257]], 2, {"vision": Tiled(*(x[0] for x in tiled))})
     model = build(cfg, nnx.Rngs(0))
     with pytest.raises(UserError, match="this model reads images in tiles; give .*tiled_images"):
         model(np.full((1, 4), 257, np.int32), images=np.zeros((1, 1, 8, 8, 3), np.float32))

@@ -10,10 +10,10 @@ import pytest
 
 from mjax.config import load
 from mjax.config.languages.layer_pattern import branches_of
+from mjax.infer.trace import trace
 from mjax.models.base.activation_statistics import see_activations
 from mjax.models.moe.expert_statistics import see_experts
 from mjax.models.moe.router import Routing
-from mjax.models.trace import trace
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.run.loop import train
 from mjax.run.monitor.diagnostics import Diagnostics, halves, noise_record, norm_record

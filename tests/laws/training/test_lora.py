@@ -13,6 +13,7 @@ from mjax.errors import UserError
 from mjax.models.base.adapted import is_of_adapter
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
+from mjax.run.loop import run_summary
 from mjax.train import Trainer
 from tests.adapters import adapted_values
 from tests.laws.training.test_freeze import exchanged_and_computed
@@ -184,6 +185,9 @@ def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
         (("lora.alpha_pattern={q: 0}",), "lora.alpha_pattern.q=0.*: must be greater than 0"),
         (("lora.init=pissa", "checkpoint.init_from=x", "lora.rank=999"), "fewer than a rank"),
         (("lora.trained=[nothing]",), "lora.trained: 'nothing' is no role"),
+        (("lora.trained=['*']",), r"lora.trained=\['\*'\] leaves no weight to adapters"),
+        (("lora.targets=[q]", "lora.trained=['*.q']"), "leaves no weight to adapters"),
+        (("lora.targets=[]", "lora.trained=['*']"), "leaves no weight to adapters"),
         (("lora.rank=0", "lora.dora=true"), "lora.dora=True has no effect with lora.rank=0"),
         (("lora.targets=[head]", "model.tie_word_embeddings=true"), "lora.targets.*share a table"),
         (("lora.dora=true", "model.layer_pattern=E", "model.moe.num_experts=8"), "lora.dora=true"),
@@ -193,3 +197,13 @@ def test_mistakes_are_said_in_one_line(keys, match):
     with pytest.raises(UserError, match=match) as raised:
         make_trainer("dense", Cell(), RANK, *keys)
     assert "\n" not in str(raised.value)
+
+
+def test_a_rank_that_a_weight_cannot_have_is_a_line():
+    """Keys and values have 8 outputs each."""
+    keys = "lora.targets=[kv,down]", "lora.rank=9"
+    said = run_summary(make_trainer("dense", Cell(), *keys)).splitlines()
+    name = "dense.attention.kv (32 x 8)"
+    assert f"WARNING: lora.rank: {name} can have 8 at most; lower it in lora.rank_pattern" in said
+    said = run_summary(make_trainer("dense", Cell(), *keys, "lora.rank_pattern={kv: 8}"))
+    assert "lora.rank" not in said

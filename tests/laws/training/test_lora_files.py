@@ -4,9 +4,11 @@ again, bit for bit."""
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -16,16 +18,24 @@ from mjax.config import load
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.interop.adapted_source import adapter_step, read_adapter_run, starting_arrays
+from mjax.interop.adapter_stack import stack_adapters
+from mjax.interop.adapters_of_run import joined_trees
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.merge import RECORD, extract
 from mjax.interop.peft.adapter_reader import read_adapter
+from mjax.interop.peft.adapter_writer import write_adapter
+from mjax.interop.pretrained import from_pretrained
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.models.base.adapted import is_of_adapter
+from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.params import with_specs
+from mjax.run.dry_run import dry_run
 from mjax.run.resume import resume
 from mjax.train import Trainer
-from tests.adapters import adapted_values
+from tests.adapters import adapted_values, drawn_adapters
+from tests.chats import CHATML, MARKED, write_tokenizer
 from tests.marks import quick
 
 ROWS = 4
@@ -162,6 +172,22 @@ def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monk
         np.testing.assert_array_equal(rounded[path], wanted[path].astype("bfloat16"))
 
 
+def test_a_merged_model_has_the_chat_template_of_its_adapter(home, tmp_path, monkeypatch):
+    base, cfg = tmp_path / "base", load(None, MODEL).model
+    shutil.copytree(home / "base", base)
+    write_tokenizer(base, MARKED)
+    (base / "README.md").write_text("base")
+    (base / "special_tokens_map.json").write_text("{}")
+    own = write_tokenizer(tmp_path / "own", CHATML)
+    files = {file.name: file.read_bytes() for file in Path(own).iterdir()}
+    specs = definition_of(cfg).specs
+    write_adapter(tmp_path / "adapter", cfg, specs, drawn_adapters(specs), files)
+    run_convert(monkeypatch, "merge", base, tmp_path / "adapter", tmp_path / "merged")
+    found = {file.name: file.read_bytes() for file in (tmp_path / "merged").iterdir()}
+    assert files.items() <= found.items() and "special_tokens_map.json" not in found
+    assert found["README.md"] == b"base" and found["generation_config.json"]
+
+
 def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
     base, out, again = (tmp_path / name for name in ("base", "merged", "again"))
     run_convert(monkeypatch, "import", "--hf", home / "base", "--out", base, "--dtype=bfloat16")
@@ -194,6 +220,34 @@ def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
         trainer = Trainer(load(None, [*MODEL, *LORA, key]), devices=jax.devices()[:1])
         with pytest.raises(UserError, match=message):
             starting_arrays(back, flat(trainer.specs))
+        given = *keys, key, f"lora.init={tmp_path}/adapter", "train.global_batch_size=8"
+        planned = load(None, [*MODEL, *LORA, *given])
+        with pytest.raises(UserError, match=message):
+            dry_run(planned, compiles=False)
+
+
+def test_several_adapters_in_slots_are_those_of_their_folders(home, tmp_path):
+    """A run in slot 1, and a folder of PEFT with another rank in slot 2."""
+    write_base(tmp_path / "base")
+    save_run(tmp_path, "lora.trained=[]", "lora.targets=[q,down]")
+    cfg = source_of(home / "base").cfg
+    specs = definition_of(cfg).specs
+    drawn = drawn_adapters(specs, rank=2, base=str(home / "base"))
+    write_adapter(tmp_path / "adapter", cfg, specs, drawn)
+    folders = tmp_path / "run", tmp_path / "adapter"
+    lm = from_pretrained(home / "base")
+    declared, arrays = stack_adapters(folders, lm.cfg, lm.definition.specs)
+    definition, params = with_specs(lm.definition, declared), joined_trees(lm.params, arrays)
+    ids = np.random.default_rng(0).integers(1, 250, (3, 8), np.int32)
+    info = replace(tokens_of(ids.shape), adapters=jnp.array([2, 0, 1]))
+    found = definition.bind(params).hidden(ids, info, Context())[0]
+    for row, folder in ((0, folders[1]), (1, home / "base"), (2, folders[0])):
+        model = from_pretrained(folder).model
+        wanted = model.hidden(ids, tokens_of(ids.shape), Context())[0][row]
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-4)
+    whole = "final_norm.gain was trained whole"
+    with pytest.raises(UserError, match=rf"run \(slot 1\): {whole}"):
+        stack_adapters([home / "run"], cfg, specs)
 
 
 def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypatch):

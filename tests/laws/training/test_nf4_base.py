@@ -9,10 +9,15 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
+from mjax.interop import base_of_adapters
 from mjax.kernels.nf4.parameters import codes_of, is_magnitude, value_of_base
+from mjax.models import definition_of
 from mjax.models.base.adapted import is_of_adapter
 from mjax.pipeline.storage import canonical_abstract, from_canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
+from mjax.run.dry_run import plan_lines
+from mjax.run.loop import run_summary
+from mjax.sharding.spec import count_parameters
 from mjax.train import Trainer
 from tests.laws.training.test_lora import PLAIN, RANK, ROWS, UNROLLED, moments
 from tests.marks import quick, slow
@@ -115,11 +120,19 @@ def written_weights(folder, *keys: str) -> str:
     return f"checkpoint.init_from={folder}"
 
 
+def test_counts_are_of_weights():
+    """Codes hold two weights each, and magnitudes are none."""
+    trainer = make_trainer("dense", Cell(), *WIDE, RANK, NF4)
+    base = count_parameters(definition_of(trainer.cfg.model).specs)
+    assert f" ({base:,} frozen)" in run_summary(trainer)
+    assert f"frozen      {base:,} of them, by lora" in plan_lines(trainer)
+
+
 PISSA = "lora.init=pissa"
 
 
 @pytest.mark.parametrize("keys", quick([((NF4, PISSA),), ((NF4,),), ((PISSA,),)]))
-def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys):
+def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys, monkeypatch):
     keys = (
         *WIDE,
         *TWO_LAYERS,
@@ -134,11 +147,13 @@ def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys):
         trainer.start(trainer.checkpoints.start_params()[0])
     begun = jax.device_get(resumed.params())
     jax.tree.map(np.testing.assert_array_equal, begun, jax.device_get(cut.params()))
-    for _ in range(3):
+    for _ in range(20):
         cut.step(make_batch(ROWS))
     cut.save()
     cut.store.wait()
-    assert resumed.restore() == 3
+    with monkeypatch.context() as patches:
+        patches.setattr(base_of_adapters, "start_adapters", None)  # a resumed run reads its own
+        assert resumed.restore() == 20
     same = jax.device_get((cut.params(), resumed.params()))
     jax.tree.map(np.testing.assert_array_equal, *same)
     jax.tree.map(np.testing.assert_array_equal, base_of_run(begun), base_of_run(same[0]))

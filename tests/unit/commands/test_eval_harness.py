@@ -20,9 +20,11 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
-from mjax.infer.generate import Generator
+from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
+from mjax.infer.small_engine import completed
 from mjax.models import build, split
+from tests.generation import complete, engine_for
 
 REAL = importlib.util.find_spec("lm_eval") is not None
 CFG = ModelConfig(
@@ -107,9 +109,10 @@ def test_loglikelihoods_equal_a_direct_computation(adapter, direct):
 
 
 def test_the_greedy_flag_tells_what_greedy_decoding_makes(adapter, model):
-    made = Generator(model.definition, model.params, CFG).complete([[ord(c) for c in "The c"]], 8)
-    text = LETTERS.decode(made[0].ids)
-    assert 256 not in made[0].ids
+    given = model.definition, model.params, CFG
+    made = complete(given, [[ord(c) for c in "The c"]], 8)
+    text = LETTERS.decode(made[0].token_ids)
+    assert 256 not in made[0].token_ids
     other = text[:-1] + chr((ord(text[-1]) + 1) % 256)
     found = adapter.loglikelihood(requests(("The c", text), ("The c", other)))
     assert [greedy for _, greedy in found] == [True, False]
@@ -136,10 +139,11 @@ def test_rolling_scores_every_token_once_with_most_context(adapter, direct, size
 
 
 def test_generation_stops_at_strings_and_keeps_the_order(adapter, model):
-    generator = Generator(model.definition, model.params, CFG, tokenizer=LETTERS)
     contexts = ["ab", "a long context " * 4, "xyz", "q", "The cat", ""]
     ids = [[ord(c) for c in text][-20:] or [256] for text in contexts]
-    free = [row.text for row in generator.complete(ids, 12, eos=(256,))]
+    options = {"tokenizer": LETTERS, "eos": (256,)}
+    engine = engine_for((model.definition, model.params, CFG), ids, 12, **options)
+    free = [row.text for row in completed(engine, ids, SamplingParams(max_tokens=12))]
     plain = {"until": [], "max_gen_toks": 12}
     assert adapter.generate_until(requests(*((c, plain) for c in contexts))) == free
     stop = free[2][4:6]

@@ -18,8 +18,8 @@ from mjax.data.base.tokenizer import train_tokenizer
 from mjax.errors import UserError
 from mjax.export import __main__ as command
 from mjax.export.artifact import Artifact, ArtifactError
-from mjax.infer.generate import Generator
 from mjax.models import build, split
+from tests.generation import made_ids
 from tests.marks import slow
 
 CFG = ModelConfig(
@@ -72,8 +72,7 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def endless(made):
     """What mjax.generate.__main__ gives without any end id."""
-    rows = Generator(made[1], made[2], CFG).complete(PROMPTS, 20)
-    return [row.ids for row in rows]
+    return made_ids((made[1], made[2], CFG), PROMPTS, 20)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-import mjax.infer.generate
 import mjax.interop.pretrained
 from mjax import convert
 from mjax.checkpoint.base.companion_files import end_ids
@@ -23,10 +22,12 @@ from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
 from mjax.generate import __main__ as command
 from mjax.generate.options import image_scale
-from mjax.infer.generate import Generator
+from mjax.infer import small_engine
+from mjax.infer.requests import SamplingParams
 from mjax.models import build, split
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
+from tests.generation import engine_for
 
 CFG = ModelConfig(
     vocab_size=257,
@@ -69,24 +70,26 @@ def model(weights, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def compiled(weights):
-    return Generator(*weights, CFG, tokenizer=BYTES)
+    options = {"tokenizer": BYTES, "eos": (0, 256)}
+    return engine_for((*weights, CFG), [[1] * 20] * 2, 16, **options)
 
 
 @pytest.fixture
-def generator(compiled, model, monkeypatch):
+def engine(compiled, model, monkeypatch):
     """Stands in for the command's own, to compile once."""
-    monkeypatch.setattr(mjax.infer.generate, "Generator", lambda *a, **k: compiled)
+    monkeypatch.setattr(small_engine, "small_engine", lambda *a, **k: compiled)
     return compiled
 
 
-def test_prompts_files_and_chats_give_what_the_generator_gives(generator, tmp_path, capsys):
+def test_prompts_files_and_chats_give_what_the_engine_gives(engine, tmp_path, capsys):
     def printed(*argv):
         command.main([*BASE, "--max-new-tokens", "12", *argv])
         return capsys.readouterr().out
 
     def expected(*prompts):
         ids = [BYTES.encode(p) for p in prompts]
-        return [r.text for r in generator.complete(ids, 12, eos=(0, 256))]
+        params = SamplingParams(max_tokens=12)
+        return [r.text for r in small_engine.completed(engine, ids, params)]
 
     assert printed("--prompt", "ab") == expected("ab")[0] + "\n"
     several = printed("--prompt", "ab", "--prompt", "xyz")
@@ -103,13 +106,14 @@ def test_prompts_files_and_chats_give_what_the_generator_gives(generator, tmp_pa
 def test_logprobs_are_printed_a_line_a_token(model, compiled, capsys, tp):
     command.main([*BASE, "--max-new-tokens", "9", "--prompt", "ab", "--logprobs", "--tp", tp])
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    made = compiled.complete([BYTES.encode("ab")], 9, eos=(0, 256))[0]
-    assert [int(r[0]) for r in rows] == made.ids
+    params = SamplingParams(max_tokens=9)
+    (made,) = small_engine.completed(compiled, [BYTES.encode("ab")], params)
+    assert [int(r[0]) for r in rows] == made.token_ids
     np.testing.assert_allclose([float(r[1]) for r in rows], made.logprobs, atol=2e-4)
     assert "".join(json.loads(r[2]) for r in rows) == made.text
 
 
-def test_settings_reach_the_sampler(generator, capsys):
+def test_settings_reach_the_sampler(engine, capsys):
     def printed(*argv):
         command.main([*BASE, "--max-new-tokens", "16", "--prompt", "ab", *argv])
         return capsys.readouterr().out
@@ -129,7 +133,10 @@ def test_settings_reach_the_sampler(generator, capsys):
         (["--prompt-file", "none.txt"], "none.txt"),
         (["--prompt", "a", "--tp", "9"], "--tp 9: there are 8 devices"),
         (["--prompt", "a", "--tp", "3"], "=4 is not divisible over 3 devices of tp"),
-        (["--prompt", "a", "--max-new-tokens", "64"], "do not fit"),
+        (
+            ["--prompt", "a", "--max-new-tokens", "64"],
+            "1 tokens and up to 64 new ones are more than 64",
+        ),
     ],
 )
 def test_mistakes_are_one_line(model, argv, message):

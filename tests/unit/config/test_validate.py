@@ -506,6 +506,10 @@ BROKEN = {
         ["lora.rank=2", "lora.init=pissa"],
         "lora.init='pissa' starts from given weights",
     ),
+    "adapters_freeze_all_else": (
+        ["lora.rank=2", "train.freeze=[norm]"],
+        "all that it does not train, so train.freeze=['norm'] would add nothing",
+    ),
     "adapters_drop_out_in_one_stream": (
         [*SPANS, "lora.rank=2", "lora.dropout=0.1"],
         "lora.dropout=0.1 is not built for models of several streams (decoder, encoder)",

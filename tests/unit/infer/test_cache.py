@@ -8,9 +8,9 @@ import pytest
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import MeshConfig
 from mjax.infer.cache import KVCache, empty_cache, extend, last_real, real_first
-from mjax.infer.sample import Sampling
 from mjax.models.base.context import Context, tokens_of
 from mjax.sharding.mesh import make_mesh
+from tests.generation import complete
 from tests.marks import quick
 from tests.unit.infer.test_generate import NEW, PROMPTS, VARIANTS, made
 
@@ -49,8 +49,8 @@ def blocks(ids, sizes):
 @pytest.mark.parametrize("kind", quick(KINDS, 0, 1))
 def test_rows_grow_by_lengths_of_their_own(kind):
     """Blocks in which rows add 0 to 4 tokens give the activations of each row's whole text."""
-    generator, definition, params = made(**VARIANTS[kind])
-    ids, cfg = texts(), generator.cfg
+    definition, params, cfg = made(**VARIANTS[kind])
+    ids = texts()
     run = jax.jit(lambda p, *args: extend(definition.bind(p), *args))
     cache = empty_cache(cfg, 3, SLOTS, jnp.float32)
     # What no token has written is finite and no more; another number would be seen.
@@ -76,8 +76,8 @@ def unread(kind, x):
 
 @pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_padding_on_either_side_gives_the_same(kind):
-    generator, definition, params = made(**VARIANTS[kind])
-    ids, cfg = texts(), generator.cfg
+    definition, params, cfg = made(**VARIANTS[kind])
+    ids = texts()
     left, right, real = np.full((3, 3, 16), 9, np.int32)
     real[:] = 0
     for row, length in enumerate(LENGTHS):
@@ -115,10 +115,9 @@ def test_every_mesh_continues_as_one_device_does(kind, sizes, rows):
     mesh = MeshConfig(**dict.fromkeys(AXES, 1) | sizes)
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     prompts = [*PROMPTS, [4, 4, 2]][:rows]
-    alone, spread = made(**VARIANTS[kind])[0], made(make_mesh(mesh, devices), **VARIANTS[kind])[0]
-    # Draws have a key a row, which shows whether devices know the numbers of their rows.
-    sampling = Sampling(temperature=0.7, top_k=50) if rows == 4 else Sampling()
-    want = alone.complete(prompts, NEW, sampling)
-    for row, one in zip(spread.complete(prompts, NEW, sampling), want, strict=True):
-        assert row.ids == one.ids
+    spread = made(make_mesh(mesh, devices), **VARIANTS[kind])
+    hot = {"temperature": 0.7, "top_k": 50, "seed": 0} if rows == 4 else {}
+    want = complete(made(**VARIANTS[kind]), prompts, NEW, **hot)
+    for row, one in zip(complete(spread, prompts, NEW, **hot), want, strict=True):
+        assert row.token_ids == one.token_ids
         np.testing.assert_allclose(row.logprobs, one.logprobs, atol=2e-5)

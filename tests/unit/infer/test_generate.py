@@ -1,4 +1,4 @@
-"""Generation: laws of sampling, cached decoding, left-padded batches, stop strings, meshes."""
+"""Generation: laws of sampling, cached decoding, batches, stop strings, meshes."""
 
 import dataclasses
 import math
@@ -16,15 +16,27 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.generate import Generator, bucket
-from mjax.infer.sample import Counts, DrawRows, Draws, Sampling, draw, draws_of, settings_of
+from mjax.infer.programs import StepTokens
+from mjax.infer.requests import SamplingParams
+from mjax.infer.sample import (
+    Counts,
+    DrawRows,
+    Draws,
+    RowRules,
+    Sampling,
+    draw,
+    draws_of,
+    settings_of,
+)
 from mjax.infer.sampling.limits import limited
+from mjax.infer.small_engine import bucket, completed
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import is_spec
+from tests.generation import complete, engine_for
 from tests.marks import quick
 
 SMALL = {
@@ -87,7 +99,8 @@ NEW = 20
 LETTERS = Tokenizer(252, None, None, lambda ids: "".join(chr(0x4E00 + i) for i in ids))
 
 
-def made(mesh=None, tokenizer=LETTERS, **kw):
+def made(mesh=None, **kw):
+    """(definition, parameters, config) of a small model."""
     cfg = ModelConfig(**nested({**SMALL, **kw}))
     definition, params = split(build(cfg, nnx.Rngs(0)))
     if mesh is not None:
@@ -97,17 +110,22 @@ def made(mesh=None, tokenizer=LETTERS, **kw):
             return jax.device_put(p, NamedSharding(mesh, place))
 
         params = jax.tree.map(put, params, places)
-    return Generator(definition, params, cfg, tokenizer=tokenizer), definition, params
+    return definition, params, cfg
+
+
+def run_on(engine, prompts=PROMPTS, **fields):
+    """The outputs of `NEW` tokens after prompts."""
+    return completed(engine, prompts, SamplingParams(max_tokens=NEW, **fields))
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return made()[0]
+    return engine_for(made(), PROMPTS, NEW, tokenizer=LETTERS)
 
 
 @pytest.fixture(scope="module")
 def greedy(plain):
-    return plain.complete(PROMPTS, NEW)
+    return run_on(plain)
 
 
 # ---- decoding ----------------------------------------------------------------------------------
@@ -115,41 +133,41 @@ def greedy(plain):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_left_padded_batch_equals_running_every_whole_prefix(name):
-    generator, definition, params = made(**VARIANTS[name])
-    rows = generator.complete(PROMPTS, NEW)
+def test_a_batch_equals_running_every_whole_prefix(name):
+    definition, params, cfg = made(**VARIANTS[name])
+    rows = complete((definition, params, cfg), PROMPTS, NEW)
     texts = np.zeros((len(PROMPTS), 16 + NEW), np.int32)  # padded on the right: causal
     for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
-        texts[i, : len(prompt) + NEW] = prompt + row.ids
+        texts[i, : len(prompt) + NEW] = prompt + row.token_ids
     logits = jax.jit(lambda p, t: definition.bind(p)(t))(params, texts)
     for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
         own = logits[i, len(prompt) - 1 : len(prompt) - 1 + NEW]
-        np.testing.assert_array_equal(row.ids, own.argmax(-1))
-        scored = jax.nn.log_softmax(own)[np.arange(NEW), np.asarray(row.ids)]
+        np.testing.assert_array_equal(row.token_ids, own.argmax(-1))
+        scored = jax.nn.log_softmax(own)[np.arange(NEW), np.asarray(row.token_ids)]
         np.testing.assert_allclose(row.logprobs, scored, atol=2e-5)
-    assert len({tuple(r.ids) for r in rows}) == len(rows), "rows that are equal prove nothing"
+    assert len({tuple(r.token_ids) for r in rows}) == len(rows), "equal rows prove nothing"
 
 
 def test_a_row_does_not_depend_on_its_batch(plain, greedy):
     for i, prompt in enumerate(PROMPTS):
-        assert plain.complete([prompt], NEW)[0].ids == greedy[i].ids
-    hot = Sampling(temperature=1.5, top_p=0.9)
-    alone = plain.complete(PROMPTS[:1], NEW, hot)[0]
-    assert alone.ids == plain.complete(PROMPTS, NEW, hot)[0].ids != greedy[0].ids
+        assert run_on(plain, [prompt])[0].token_ids == greedy[i].token_ids
+    hot = {"temperature": 1.5, "top_p": 0.9, "seed": 0}
+    alone = run_on(plain, PROMPTS[:1], **hot)[0].token_ids
+    assert alone == run_on(plain, **hot)[0].token_ids != greedy[0].token_ids
 
 
 @pytest.mark.parametrize("tp", [2, 4])  # 4: more devices than kv heads
 def test_tokens_are_equal_under_tp(tp, plain, greedy):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
-    generator = made(mesh)[0]
-    for row, alone in zip(generator.complete(PROMPTS, NEW), greedy, strict=True):
-        assert row.ids == alone.ids
+    engine = engine_for(made(mesh), PROMPTS, NEW)
+    for row, alone in zip(run_on(engine), greedy, strict=True):
+        assert row.token_ids == alone.token_ids
         np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=2e-4)
-    hot = Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2)
-    drawn = generator.complete(PROMPTS, NEW, hot, seed=5)
-    assert [r.ids for r in drawn] == [r.ids for r in plain.complete(PROMPTS, NEW, hot, seed=5)]
-    keys = only_activations_move(generator).keys
-    assert keys.shape[1] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[1] == 1
+    cache = only_activations_move(engine).keys
+    assert cache.shape[1] == max(2, tp) and cache.sharding.shard_shape(cache.shape)[1] == 1
+    hot = {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "seed": 5}
+    drawn = [row.token_ids for row in run_on(engine, **hot)]
+    assert drawn == [row.token_ids for row in run_on(plain, **hot)]
 
 
 KINDS = [("window", 4), ("softcap", 4), ("learned", 2), ("experts", 2), ("branches", 2)]
@@ -159,43 +177,43 @@ KINDS += [("latent", 4), ("states", 2), ("states", 4)]
 @pytest.mark.parametrize("name, tp", quick(KINDS, 1))
 def test_every_kind_of_layer_continues_under_tp(name, tp):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
-    alone = made(**VARIANTS[name])[0].complete(PROMPTS, NEW)
-    for row, one in zip(made(mesh, **VARIANTS[name])[0].complete(PROMPTS, NEW), alone, strict=True):
-        assert row.ids == one.ids
+    alone = complete(made(**VARIANTS[name]), PROMPTS, NEW)
+    spread = complete(made(mesh, **VARIANTS[name]), PROMPTS, NEW)
+    for row, one in zip(spread, alone, strict=True):
+        assert row.token_ids == one.token_ids
         np.testing.assert_allclose(row.logprobs, one.logprobs, atol=2e-5)
 
 
 def test_a_step_sends_no_latents_over_tp():
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
-    cache = only_activations_move(made(mesh, **VARIANTS["latent"])[0])
-    assert cache.latents.shape == (3, 48, 16) and cache.latents.sharding.is_fully_replicated
+    cache = only_activations_move(engine_for(made(mesh, **VARIANTS["latent"]), PROMPTS, NEW))
+    assert cache.latents.shape == (5, 64, 16) and cache.latents.sharding.is_fully_replicated
 
 
-def only_activations_move(generator):
+def only_activations_move(engine):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
-    ids, count = np.ones((3, 16), np.int32), np.full(3, 16, np.int32)
-    settings = settings_of([Sampling()] * 3)
-    weights = generator._params
-    state, _ = generator._prefill(weights, ids, count, settings, Draws(), np.uint32(0), length=48)
-    text = generator._step.lower(weights, settings, Draws(), state=state).compile().as_text()
+    records = engine._records.empty(engine.limits.rows)
+    text = engine._program(StepTokens(), records, RowRules(), Draws()).as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
     assert len(sizes) >= 4, "embedding, attention, MLP and logits talk over tp"
-    assert max(sizes) <= 3 * 252, "three rows of activations or logits"
-    return state[0].layers[0]["attention"]
+    assert max(sizes) <= 4 * 252, "four rows of activations or logits"
+    return engine.programs.empty().caches[0]["attention"]
 
 
-def test_few_programs_are_compiled(plain):
-    for kind in (Sampling(), Sampling(1.0), Sampling(0.5, top_k=3)):
-        plain.complete([[1]], 17, kind)
-    before = plain._prefill._cache_size(), plain._step._cache_size()
+def test_few_programs_are_compiled():
+    engine = engine_for(made(), [[1] * 16], NEW)
+    kinds = {"repetition_penalty": 2.0}, {}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 3}
+    for kind in kinds:
+        run_on(engine, [[1]], **kind)
+    before = len(engine._compiled)
+    assert before == 2 * len(kinds)
     for length in (2, 7, 16):
-        new = 17 + length % 5
-        plain.complete([[1] * length], new, Sampling(repetition_penalty=1 + length))
-        plain.complete([[1] * length], new, Sampling(temperature=length))
-        plain.complete([[1] * length], new, Sampling(temperature=length, top_p=1 / length))
-    assert (plain._prefill._cache_size(), plain._step._cache_size()) == before
+        run_on(engine, [[1] * length], repetition_penalty=1 + length)
+        run_on(engine, [[1] * length], temperature=length)
+        run_on(engine, [[1] * length], temperature=length, top_p=1 / length)
+    assert len(engine._compiled) == before
     assert [bucket(n) for n in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
 
 
@@ -203,7 +221,7 @@ def test_few_programs_are_compiled(plain):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dtype):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp]) if tp > 1 else None
-    _, definition, params = made(mesh, **VARIANTS["experts"])
+    definition, params, _ = made(mesh, **VARIANTS["experts"])
     kept = take_apart(definition.specs, params, jnp.dtype(dtype))
 
     def check(spec, old, new):
@@ -226,37 +244,41 @@ def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dty
 # ---- ends --------------------------------------------------------------------------------------
 
 
-def test_rows_end_at_eos_and_the_batch_when_all_have(plain, greedy, monkeypatch):
-    eos = {greedy[0].ids[3], greedy[1].ids[1], greedy[2].ids[5]}
-    steps = []
-    step = plain._step
-    monkeypatch.setattr(plain, "_step", lambda *a, **k: steps.append(1) or step(*a, **k))
-    rows = plain.complete(PROMPTS, NEW, eos=sorted(eos))
+def test_rows_end_at_eos_and_the_batch_when_all_have(greedy, monkeypatch):
+    eos = {greedy[0].token_ids[3], greedy[1].token_ids[1], greedy[2].token_ids[5]}
+    engine = engine_for(made(), PROMPTS, NEW, tokenizer=LETTERS, eos=sorted(eos))
+    steps, launch = [], engine._launch
+    monkeypatch.setattr(engine, "_launch", lambda *a: steps.append(1) or launch(*a))
+    rows = run_on(engine)
     for row, whole in zip(rows, greedy, strict=True):
-        end = next(i for i, token in enumerate(whole.ids) if token in eos)
-        assert row.ids == whole.ids[: end + 1] and row.finish == "eos"
-        assert row.text == whole.text[:end]
-    assert len(steps) == max(len(r.ids) for r in rows) < NEW
-    assert all(r.finish == "length" and len(r.ids) == NEW for r in greedy)
+        end = next(i for i, token in enumerate(whole.token_ids) if token in eos)
+        assert row.token_ids == whole.token_ids[: end + 1] and row.finish_reason == "stop"
+        assert row.text == whole.text[:end] and row.stop_reason is None
+    assert len(steps) == max(len(r.token_ids) for r in rows) + 1 < NEW, "one of prefill"
+    assert all(r.finish_reason == "length" and len(r.token_ids) == NEW for r in greedy)
+    assert run_on(engine, ignore_eos=True) == greedy
 
 
 def test_text_is_cut_before_a_stop_string_that_spans_tokens(plain, greedy):
     stop = greedy[1].text[6:9]
     assert greedy[1].text.find(stop) == 6 and stop not in greedy[0].text
-    rows = plain.complete(PROMPTS, NEW, stop=[stop, "never"])
-    assert rows[1].text == greedy[1].text[:6] and rows[1].finish == "stop"
-    assert rows[1].ids == greedy[1].ids[:9]
+    rows = run_on(plain, stop=[stop, "never"])
+    assert rows[1].text == greedy[1].text[:6] and rows[1].finish_reason == "stop"
+    assert rows[1].token_ids == greedy[1].token_ids[:9] and rows[1].stop_reason == stop
     assert rows[0] == greedy[0] and rows[2] == greedy[2]
 
 
 def test_tokens_are_streamed_in_order_as_they_are_made(plain, greedy):
-    stream = plain.stream(PROMPTS, NEW)
-    first = [next(stream) for _ in range(4)]
-    assert [t.row for t in first] == [0, 1, 2, 0]
-    tokens = [*first, *stream]
+    requests = [plain.add(prompt, SamplingParams(max_tokens=NEW)) for prompt in PROMPTS]
+    updates = []
+    while plain.has_work:
+        updates += plain.step()
+    rows = [requests.index(update.request) for update in updates]
+    assert rows == [*range(len(PROMPTS))] * NEW
     for row, whole in enumerate(greedy):
-        assert "".join(t.text for t in tokens if t.row == row) == whole.text
-    assert whole.text == LETTERS.decode(whole.ids)
+        found = [update.text for update, at in zip(updates, rows, strict=True) if at == row]
+        assert "".join(found) == whole.text and found[0]
+    assert whole.text == LETTERS.decode(whole.token_ids)
 
 
 def test_streamed_text_has_whole_characters_only():
@@ -348,35 +370,32 @@ def test_special_tokens_of_files_stop(tmp_path):
     assert [pieces.special_text(i) for i in range(5)] == ["<s>", "", "</s>", "<|e|>", ""]
 
 
-def test_a_row_ends_at_a_special_token_that_is_asked_for(plain, greedy):
-    ids = greedy[1].ids
+def test_a_row_ends_at_a_special_token_that_is_asked_for(greedy):
+    ids = greedy[1].token_ids
     specials = chr(ids[5])
     at = ids.index(ids[5])
-    generator = made(tokenizer=spoken(specials))[0]
-    row = generator.complete(PROMPTS, NEW, stop=[f"<|{specials}|>"])[1]
-    assert row.finish == "stop" and row.ids == ids[: at + 1]
+    engine = engine_for(made(), PROMPTS, NEW, tokenizer=spoken(specials))
+    row = run_on(engine, stop=[f"<|{specials}|>"])[1]
+    assert row.finish_reason == "stop" and row.token_ids == ids[: at + 1]
     assert row.text == "".join(map(chr, ids[:at]))
 
 
 @pytest.mark.parametrize(
     "prompts,new,options,message",
     [
-        ([], 4, {}, "0 prompts"),
-        ([[]], 4, {}, "prompt 0 of 0 tokens"),
-        ([[1], [1] * 61], 4, {}, "prompt 1 of 61 tokens and 4 new"),
-        ([[252]], 4, {}, "outside model.vocab_size=252"),
-        ([[1]], 0, {}, "0 new tokens"),
-        ([[1]], 4, {"stop": [""]}, "empty"),
+        ([[], [1]], 4, {}, "a prompt of 0 tokens: give one or more"),
+        ([[1], [1] * 61], 4, {}, "a prompt of 61 tokens and up to 4 new ones are more than 64"),
+        ([[1] * 64], 4, {}, "a prompt of 64 tokens leaves no room for a new one within 64"),
+        ([[252]], 4, {}, r"give one or more ids in \[0, 252\)"),
+        ([[1]], 0, {}, "max_tokens=0: "),
+        ([[1]], 4, {"stop": [""]}, "stop.*: "),
+        ([[1]], 4, {"stop": ["x"]}, "stop needs a tokenizer"),
     ],
 )
-def test_what_cannot_be_continued_is_one_line(plain, prompts, new, options, message):
-    with pytest.raises(UserError, match=message):
-        plain.complete(prompts, new, **options)
-
-
-def test_stop_strings_need_a_tokenizer():
-    with pytest.raises(UserError, match="need a tokenizer"):
-        made(tokenizer=None)[0].complete([[1]], 4, stop=["x"])
+def test_what_cannot_be_continued_is_one_line(prompts, new, options, message):
+    with pytest.raises(UserError, match=message) as refused:
+        complete(made(), prompts, new, **options)
+    assert "\n" not in str(refused.value)
 
 
 # ---- sampling ----------------------------------------------------------------------------------
@@ -480,20 +499,20 @@ def test_repetition_penalty_formula(logits):
 
 
 def test_repetition_penalty_counts_prompt_and_text_but_not_padding(plain, greedy):
-    huge = plain.complete(PROMPTS, NEW, Sampling(repetition_penalty=1e6))
+    huge = run_on(plain, repetition_penalty=1e6)
     for prompt, row in zip(PROMPTS, huge, strict=True):
-        assert len(set(row.ids)) == NEW and not set(row.ids) & set(prompt)
-    assert any(len(set(row.ids)) < NEW for row in greedy)
-    alone = plain.complete([PROMPTS[1]], NEW, Sampling(repetition_penalty=1e6))
-    assert alone[0].ids == huge[1].ids
+        assert len(set(row.token_ids)) == NEW and not set(row.token_ids) & set(prompt)
+    assert any(len(set(row.token_ids)) < NEW for row in greedy)
+    alone = run_on(plain, [PROMPTS[1]], repetition_penalty=1e6)
+    assert alone[0].token_ids == huge[1].token_ids
 
 
 def test_draws_repeat_with_the_seed_and_change_with_it(plain):
-    hot = Sampling(temperature=2.0)
-    first, again, other = (plain.complete(PROMPTS, NEW, hot, seed=s) for s in (1, 1, 2))
-    assert first == again and all(a.ids != b.ids for a, b in zip(first, other, strict=True))
-    same = plain.complete([PROMPTS[0]] * 3, NEW, hot)
-    assert same[0].ids != same[1].ids
+    first, again, other = (run_on(plain, temperature=2.0, seed=s) for s in (1, 1, 2))
+    assert first == again
+    assert all(a.token_ids != b.token_ids for a, b in zip(first, other, strict=True))
+    same = run_on(plain, [PROMPTS[0]] * 3, temperature=2.0, seed=0)
+    assert same[0].token_ids != same[1].token_ids
 
 
 def test_a_row_depends_on_its_own_settings_alone(logits):

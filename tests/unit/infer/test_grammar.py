@@ -118,6 +118,7 @@ def test_a_matcher_that_gives_up_ends_its_sample(grammars):
         {"json_schema": {"const": {1, 2}}},
         {"grammar": "start: ("},
         {"grammar": "x"},
+        {"grammar": "start: start"},
     ],
 )
 def test_a_form_that_cannot_be_read_is_one_line(grammars, form):

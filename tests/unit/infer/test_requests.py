@@ -35,7 +35,7 @@ WRONG = {
     "allowed_token_ids": [5, [], [-1], ["a"]],
     "logprobs": [-1, 21, True, 1.5, "1"],
     "prompt_logprobs": [-1, 21, True],
-    "structured": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"json": {}}, "a+"],
+    "structured": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {1: 2}, "a+"],
     "priority": [2**31, "high", 0.5],
     "cache_salt": ["", 5],
     "adapter": ["", 5],
@@ -50,7 +50,7 @@ def test_a_wrong_field_is_one_line_with_its_name(name):
             SamplingParams(**{name: value})
         text = str(error.value)
         assert text.startswith("SamplingParams: ") and "\n" not in text and len(text) < 300
-    with pytest.raises(UserError, match=r"^SamplingParams: a..nb: there is no such field$"):
+    with pytest.raises(UserError, match=r"^SamplingParams: a.nb: there is no such field$"):
         SamplingParams(**{"a\nb": 1})
     assert WRONG.keys() >= SamplingParams.model_fields.keys()
 
@@ -156,6 +156,7 @@ def test_nothing_ends_a_sample_before_min_tokens():
 def test_log_probs_come_as_asked():
     out = answer(b"ab", logprobs=1).output
     assert out.top_logprobs == [{7: -0.1, 97: -1.0}, {7: -0.1, 98: -1.0}]
+    assert answer(b"a", logprobs=0).output.top_logprobs == [{97: -1.0}]
     assert out.logprobs == [-1.0, -1.0] and out.processed_logprobs == [-0.5, -0.5]
     assert out.weight_versions == [3, 3] and answer(b"ab").output.top_logprobs is None
 

@@ -15,9 +15,9 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.export import __main__ as export
 from mjax.export.artifact import Artifact
-from mjax.infer.generate import Generator
 from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
+from tests.generation import made_ids
 
 CFG = ModelConfig(
     vocab_size=251,
@@ -55,11 +55,11 @@ def export_hf(monkeypatch, folder) -> None:
 
 def test_generating_in_fp16_gives_the_tokens_of_fp32(saved, monkeypatch):
     folder, definition, params = saved(1.0)
-    want = [row.ids for row in Generator(definition, params, CFG).complete(PROMPTS, 12)]
+    want = made_ids((definition, params, CFG), PROMPTS, 12)
     model = from_pretrained(folder, dtype="float16")
     assert {str(a.dtype) for a in jax.tree.leaves(model.params)} == {"float16"}
-    half = Generator(model.definition, model.params, CFG, dtype="float16")
-    assert [row.ids for row in half.complete(PROMPTS, 12)] == want
+    half = model.definition, model.params, CFG
+    assert made_ids(half, PROMPTS, 12, dtype="float16") == want
     sizes = "--batch 2 --length 32 --block 8 --platforms cpu --dtype float16".split()
     export.main(["--ckpt", str(folder), "--out", str(folder / "out"), *sizes])
     assert Artifact(folder / "out").generate(PROMPTS, 12) == want

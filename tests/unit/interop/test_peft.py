@@ -1,16 +1,21 @@
 """Laws of adapters in PEFT's files and of merging; tests/oracle/test_peft.py compares with PEFT."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 
 from mjax.checkpoint.base.safetensors import read_header, write_file
-from mjax.checkpoint.base.source import Source, block_shape, blocks, flat
+from mjax.checkpoint.base.source import Source, array_source, block_shape, blocks, flat
 from mjax.checkpoint.merged import Adapters, merged
 from mjax.config import load
 from mjax.errors import UserError
+from mjax.interop.huggingface.families.engine import config_to_hf, slots
+from mjax.interop.huggingface.files import export
+from mjax.interop.merge import merged_source
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.peft.adapter_writer import write_adapter
@@ -41,6 +46,18 @@ MODELS = {
         "model.moe.num_experts_per_tok=2",
         "model.moe.moe_intermediate_size=8",
     ],
+    "mixtral": [
+        "model.model_type=mixtral",
+        "model.layer_pattern=full+experts",
+        "model.moe.num_experts=4",
+        "model.moe.num_experts_per_tok=2",
+        "model.moe.moe_intermediate_size=8",
+    ],
+}
+# Experts in files of transformers 4: the list of modules, and the names of gate, up and down.
+LISTED = {
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
 }
 
 
@@ -117,6 +134,45 @@ def test_ranks_and_scales_of_single_layers_keep_the_product(tmp_path):
     ]
     np.testing.assert_allclose(products[1][0], products[0][0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(products[1][1], 10 * products[0][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", quick(LISTED, 0, 1))
+def test_adapters_of_modules_an_expert_are_read_beside_such_a_base(name, tmp_path):
+    """As transformers 4 has experts; one of them has no adapter."""
+    cfg, specs = model(name)
+    params, rng = unflatten_dict(weights_of(specs)), np.random.default_rng(3)
+    extras = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
+    base, adapter, read = tmp_path / "base", tmp_path / "adapter", array_source(cfg, params).read
+    export(read, cfg, specs, slots(cfg, specs), base, "float32", extras=extras)
+    owner, names = LISTED[name]
+    wanted, tensors = {}, {}
+    for layer, expert, end in itertools.product(range(2), range(4), names):
+        module = f"model.layers.{layer}.{owner}.{expert}.{end}"
+        weight = read_header(base / "model.safetensors")[f"{module}.weight"].whole()
+        outputs, inputs = weight.shape
+        b, a = (rng.normal(size=s).astype(np.float32) for s in ((outputs, 3), (3, inputs)))
+        if (layer, expert) != (1, 2):
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+            weight = weight + 2 * (b @ a)
+        wanted[layer, expert, end] = weight
+    adapter.mkdir()
+    config = dict(peft_type="LORA", r=3, lora_alpha=6, target_modules=[*names], bias="none")
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(config))
+    write_file(
+        adapter / ADAPTER_WEIGHTS,
+        {key: (array.shape, array.dtype) for key, array in tensors.items()},
+        lambda key: [tensors[key]],
+    )
+    found = merged_source(base, adapter)
+    gate, up, down = names
+    for layer, expert in np.ndindex(2, 4):
+        at = slice(layer, layer + 1), slice(expert, expert + 1)
+        whole = found.read(("moe", "mlp", "up"), (*at, slice(0, 12), slice(0, 2), slice(0, 8)))
+        pair = np.stack([wanted[layer, expert, gate].T, wanted[layer, expert, up].T], 1)
+        np.testing.assert_allclose(whole[0, 0], pair, rtol=1e-5, atol=1e-5)
+        whole = found.read(("moe", "mlp", "down"), (*at, slice(0, 8), slice(0, 12)))
+        np.testing.assert_allclose(whole[0, 0], wanted[layer, expert, down].T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -36,6 +36,11 @@ BARE = Device("gpu", triton=False)
 
 # op, dtype, shape, device, facts, the implementation, a word of why
 TABLE = [
+    ("channels8", "bfloat16", (64, 4096, 1024), CPU, {}, "xla", "Hopper"),
+    ("channels8", "bfloat16", (64, 4096, 1024), GPU, {}, "xla", "Hopper"),
+    ("channels8", "bfloat16", (64, 4096, 1024), HOPPER, {}, "triton", "once"),
+    ("channels8", "bfloat16", (65, 4096, 1024), HOPPER, {}, "xla", "more than 64 rows"),
+    ("channels8", "bfloat16", (64, 96, 1024), HOPPER, {}, "xla", "no 96 inputs"),
     ("attention", "bfloat16", Q, CPU, {"call": AUTO}, "xla", NO_GPU),
     ("attention", "bfloat16", Q, GPU, {"call": AUTO}, "cudnn", "no faster"),
     ("attention", "bfloat16", Q, HOPPER, {"call": AUTO}, "cudnn", "no faster"),
@@ -146,7 +151,15 @@ TABLE = [
     ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES, "triton", "where they lie"),
     ("paged_attention", "bfloat16", (64, 8, 128), BARE, PAGES, "xla", "pip install"),
     ("paged_attention", "float32", (64, 8, 128), GPU, PAGES, "xla", "no float32"),
-    ("paged_attention", "bfloat16", (64, 8, 96), GPU, PAGES, "xla", "keys of 96"),
+    (
+        "paged_attention",
+        "bfloat16",
+        (64, 8, 96),
+        GPU,
+        PAGES,
+        "xla",
+        "keys of 96 with values of 128",
+    ),
     ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES | {"page": 16}, "xla", "not 16"),
     ("paged_attention", "bfloat16", (64, 8, 128), GPU, PAGES | {"call": ASKED}, "xla", "asks"),
     ("causal_conv", "bfloat16", BIG, CPU, {"taps": 4}, "xla", NO_GPU),
@@ -214,7 +227,8 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    # No block calls grouped_matmul yet, nf4 is for adapters only, and no training has pages.
-    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4", "paged_attention"})
+    # No block calls grouped_matmul yet, nf4 is for adapters only, and others are for serving.
+    serving = {"paged_attention", "channels8"}
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4"} - serving)
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")

@@ -10,11 +10,11 @@ from mjax.config.languages.layer_pattern import LAYERS, expand
 from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
 from mjax.models import build, split
 from mjax.models.attention import positions
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.runtime.execution import plain_layers, scan_groups
+from tests.generation import made_ids
 
 SMALL = {
     "vocab_size": 251,
@@ -52,7 +52,7 @@ def test_cached_generation_equals_running_the_whole_prefix(name):
     made = model(**VARIANTS[name])
     definition, params = split(made)
     prompt = [3, 5, 7, 9, 11]
-    new = Generator(definition, params, made.cfg).complete([prompt], 10)[0].ids
+    new = made_ids((definition, params, made.cfg), [prompt], 10)[0]
     logits = jax.jit(lambda m, t: m(t))(made, jnp.asarray([prompt + new]))
     np.testing.assert_array_equal(new, logits[0, 4:-1].argmax(-1))
 

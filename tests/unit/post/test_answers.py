@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.generate import Completion
+from mjax.infer.requests import CompletionOutput, RequestOutput, SamplingParams
 from mjax.interop.pretrained import from_pretrained
 from mjax.post.answers import answered, chat_template_of, print_exact_matches, read_questions
 from mjax.run.loop import train
@@ -31,16 +32,16 @@ def place(tmp_path):
 
 
 class Parrot:
-    """Answers the last letters of a prompt; keeps how many prompts came at once."""
+    """Answers the last letters of a prompt; keeps the parameters of requests."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.sizes = tokenizer, []
+        self.tokenizer, self.params, self.has_work = tokenizer, [], False
 
-    def complete(self, prompts, most, sampling, eos):
-        assert sampling.temperature == 0 and self.tokenizer.id_of(END) in eos
-        self.sizes.append(len(prompts))
-        texts = [self.tokenizer.decode(ids)[-4:] for ids in prompts]
-        return [Completion([], [], f"{text}\n", "eos") for text in texts]
+    def add(self, prompt, params, *, items):
+        self.params.append(params)
+        text = self.tokenizer.decode(prompt)[-4:]
+        output = CompletionOutput(text=f"{text}\n", finish_reason="stop")
+        return SimpleNamespace(output=RequestOutput("", None, prompt, [output]))
 
 
 def test_the_last_answer_is_asked_for(place):
@@ -54,8 +55,8 @@ def test_the_last_answer_is_asked_for(place):
     assert len(read_questions(path, 2, tokenizer, template)) == 2
     assert answer_ends(tokenizer, template) == [tokenizer.id_of(END)]
     parrot = Parrot(tokenizer)
-    found = answered(parrot, questions, template, 8, 2)
-    assert found == ["ant", "2+2=", "ant"] and parrot.sizes == [2, 2]
+    assert answered(parrot, questions, 8) == ["ant", "2+2=", "ant"]
+    assert parrot.params == [SamplingParams(max_tokens=8)] * 3, "the likeliest token each time"
 
 
 @pytest.mark.parametrize(

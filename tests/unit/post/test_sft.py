@@ -138,6 +138,12 @@ def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
     step = exported(monkeypatch, tmp_path / "run" / "checkpoints" / f"{lowest}", tmp_path / "step")
     assert all((best[name] == step[name]).all() for name in best)
     assert any((best[name] != newest[name]).any() for name in best) == (lowest != 4)
+    third = exported(monkeypatch, f"{tmp_path / 'run'}@3", tmp_path / "third")
+    step = exported(monkeypatch, tmp_path / "run" / "checkpoints" / "3", tmp_path / "again")
+    assert all((third[name] == step[name]).all() for name in third)
+    assert sft_defaults({"checkpoint": {"init_from": f"{tmp_path / 'run'}@3"}})["model"]
+    with pytest.raises(UserError, match="run@9: .*checkpoints has no such step; it has .*3, 4"):
+        exported(monkeypatch, f"{tmp_path / 'run'}@9", tmp_path / "none")
 
 
 def test_the_best_of_steps_without_a_loss_is_one_line(base, tmp_path, monkeypatch):

@@ -47,6 +47,7 @@ class Toy:
         self.in_flight: deque[tuple[Client, int | None]] = deque()
         self.computed = Counter()  # prompt tokens by sequence
         self.preemptions = 0
+        self.weights = 0  # their version
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -56,6 +57,11 @@ class Toy:
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.abort(sequence)
         self.clients[sequence].has_ended = True
+
+    def forget(self) -> None:
+        """Changes the weights."""
+        self.pool.forget()
+        self.weights += 1
 
     def read(self) -> None:
         """Reads the oldest sample in flight, and finishes its sequence if that was the last."""
@@ -77,6 +83,7 @@ class Toy:
 
     def step(self) -> Plan:
         has_work = any(not client.has_ended for client in self.clients.values())
+        running = list(self.scheduler.running.values())
         plan = self.scheduler.plan()
         rows = len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
         if has_work:
@@ -84,13 +91,22 @@ class Toy:
             assert rows or plan.preempted or plan.drain
         else:
             assert not rows and not plan.drain
-        assert rows <= self.scheduler.limits.tokens
-        assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
+        if any(chunk.sequence.whole for chunk in plan.chunks):
+            (chunk,) = plan.chunks
+            assert chunk.first == 0 and chunk.count == len(chunk.sequence.tokens)
+        else:
+            assert rows <= self.scheduler.limits.tokens
+            assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.limits.chunk
         assert not self.scheduler.limits.prefill_alone or len(plan.chunks) <= 1
-        if plan.drain:
-            assert not rows and not plan.preempted
+        assert not plan.drain or not rows
         for sequence in plan.preempted:
-            assert not sequence.flying
+            assert not sequence.flying and sequence.queued
+            assert all(s in running for s in self.scheduler.running.values())
+        if any(s not in running for s in self.scheduler.running.values()):
+            growing = [
+                s.limit - 1 > len(s.pages) * self.pool.page for s in self.scheduler.running.values()
+            ]
+            assert self.pool.available >= sum(growing), "the next steps preempt a newcomer"
         self.preemptions += len(plan.preempted)
         self.launch(plan)
         self.check()
@@ -103,6 +119,10 @@ class Toy:
         work += [(c.sequence, c.first, c.count, c.samples) for c in plan.chunks]
         assert len({id(sequence) for sequence, *_ in work}) == len(work)
         for sequence in plan.decode:
+            if self.scheduler.window is not None:
+                unseen = sequence.computed - 1 - self.scheduler.window
+                assert not any(sequence.pages[: max(0, unseen) // self.pool.page])
+            assert not sequence.waits or sequence.flying == 1
             client = self.clients[sequence]
             assert self.last[sequence.slot] == client.tokens[sequence.computed - 1]
         for chunk in plan.chunks:
@@ -123,6 +143,7 @@ class Toy:
             if samples:
                 token = sample(client.tokens, sequence.salt)
                 client.tokens.append(token)
+                assert len(client.tokens) <= sequence.limit
                 self.last[sequence.slot] = token
                 self.in_flight.append((client, token))
             elif first + count == sequence.limit:
@@ -132,7 +153,7 @@ class Toy:
         pages, page = client.sequence.pages, self.pool.page
         for position in range(len(client.entries), end):
             before = client.entries[-1] if client.entries else client.sequence.salt
-            entry = hash((before, client.tokens[position], self.pool.generation))
+            entry = hash((before, client.tokens[position], self.weights))
             client.entries.append(entry)
         for position in range(first, end):
             number = pages[position // page]
@@ -161,6 +182,7 @@ class Toy:
             known = min(len(sequence.tokens), sequence.computed) // pool.page
             assert all(owners[page] == 1 for page in sequence.pages[known:] if page)
         waiting = self.scheduler.waiting
+        assert not any(s.computed or s.flying or s.pages or s.sampled for s in waiting)
         for sequence, client in self.clients.items():
             places = (sequence.slot >= 0) + (sequence in waiting)
             assert places == (not client.has_ended)

@@ -8,8 +8,8 @@ from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.infer.trace import trace
 from mjax.models import build
-from mjax.models.trace import trace
 
 CFG = ModelConfig(
     vocab_size=40,

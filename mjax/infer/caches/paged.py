@@ -5,11 +5,12 @@ The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what paddin
 where comes with the tokens (`PagedTokens`), so a pool knows no row.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from mjax.errors import UserError
 from mjax.kernels.attention.paged import paged_attention, write_pages
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.base.branch import CacheSpec
@@ -85,6 +86,13 @@ class PagedLatents(NamedTuple):
     def reads_as_they_are(tokens: int) -> bool:
         """Latents in pages are never expanded: a row's pages would have to be gathered."""
         return True
+
+    def read(self, arrays: AttentionArrays, new: PagedTokens, tokens: int) -> NoReturn:
+        """Raise `UserError`: latents in pages are read as they are or not at all."""
+        raise UserError(
+            "adapters of single rows on kv_b: latents in pages are read through one kv_b; leave "
+            "kv_b out of the adapters, or merge them"
+        )
 
     def attend(
         self,

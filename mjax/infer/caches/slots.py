@@ -1,0 +1,102 @@
+"""Caches by slot: each row that is served has a place of its own in them.
+
+A state does not grow, an encoder's keys are written once, and relative biases need whole rows. So
+none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and then
+puts them back. Slots after a row's last token are finite and never seen. The last slot is for
+rows without work.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.models.attention.caches import KeysValues
+from mjax.models.base.branch import Source
+from mjax.models.base.context import NewTokens, PagedTokens, tokens_of
+from mjax.models.recurrent.recurrent_mixer import Parts, RecurrentCache
+
+
+class SlotKeysValues(NamedTuple):
+    """Keys and values of each kv head, both [slots, K, T, H]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+    def write(self, k: jax.Array, v: jax.Array, new: PagedTokens) -> "SlotKeysValues":
+        """The cache with k and v [B, S, K, H] of new tokens."""
+        place = _new_tokens(new).slots(k.shape[1])
+
+        def written(cache: jax.Array, tokens: jax.Array) -> jax.Array:
+            where = cache.at[new.slots[:, None], :, place]
+            return where.set(tokens.astype(cache.dtype), mode="drop")
+
+        return SlotKeysValues(written(self.keys, k), written(self.values, v))
+
+    def attend(
+        self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: PagedTokens
+    ) -> jax.Array:
+        """Attention of new tokens q [B, S, N, H] to their rows up to themselves, [B, S, N, H]."""
+        rows = KeysValues(self.keys[new.slots], self.values[new.slots])
+        return rows.attend(q, call, arrays, _new_tokens(new))
+
+
+class SlotSources(NamedTuple):
+    """Keys and values [slots, K, T, H] of another stream, with `real` int32 [slots, T].
+
+    `real` is 1 for a source's tokens and 0 after them.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    real: jax.Array
+
+    def write(self, k: jax.Array, v: jax.Array, real: jax.Array, new: PagedTokens) -> "SlotSources":
+        """The cache with the sources of rows, whose keys and values are [B, S, K, H]."""
+        begin = slice(0, k.shape[1])
+        keys = k.swapaxes(1, 2).astype(self.keys.dtype)
+        values = v.swapaxes(1, 2).astype(self.values.dtype)
+        return SlotSources(
+            self.keys.at[new.slots, :, begin].set(keys),
+            self.values.at[new.slots, :, begin].set(values),
+            self.real.at[new.slots].set(0).at[new.slots, begin].set(real),
+        )
+
+    def read(self, new: PagedTokens) -> tuple[jax.Array, jax.Array, Source]:
+        """Keys and values [B, T, K, H] of the rows of a step, and the source that they are of."""
+        real = self.real[new.slots]
+        k = self.keys[new.slots].swapaxes(1, 2)
+        v = self.values[new.slots].swapaxes(1, 2)
+        return k, v, Source(None, tokens_of(real.shape, segments=real))
+
+
+class SlotStates(NamedTuple):
+    """A `RecurrentCache` of all rows that are served, [slots, ..], of which a step takes some."""
+
+    histories: Parts
+    state: jax.Array
+
+    def of_rows(self, new: PagedTokens) -> RecurrentCache:
+        """The states of the rows of a step; those of rows that begin are zero."""
+
+        def taken(slots: jax.Array) -> jax.Array:
+            rows = slots[new.slots]
+            begins = jnp.expand_dims(new.are_first, tuple(range(1, rows.ndim)))
+            return jnp.where(begins, 0, rows)
+
+        return RecurrentCache(*jax.tree.map(taken, tuple(self)))
+
+    def with_rows(self, rows: RecurrentCache, new: PagedTokens) -> "SlotStates":
+        """The states after those of a step's rows are these."""
+
+        def put(slots: jax.Array, rows: jax.Array) -> jax.Array:
+            return slots.at[new.slots].set(rows.astype(slots.dtype))
+
+        return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
+
+
+def _new_tokens(new: PagedTokens) -> NewTokens:
+    """The first new slot of each row; padding is written to slots of no row, or after its own."""
+    before = new.rows.lengths - (new.rows.starts[1:] - new.rows.starts[:-1])
+    return NewTokens(jnp.maximum(before, 0))

@@ -1,0 +1,92 @@
+"""What a model asks of an engine that serves it, and requests that can never run."""
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from mjax.config.languages.layer_pattern import BRANCHES
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError, or_user_error
+from mjax.infer.requests import SamplingParams
+from mjax.infer.scheduling.scheduler import Limits
+
+DTYPES = "bfloat16", "float32", "float16"
+
+
+def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
+    """Limits that a model allows: its length, and one prompt at a time where it has states."""
+    length = given.length
+    if cfg.position_embedding != "relative":
+        length = min(length, cfg.max_position_embeddings)
+    alone = given.prefill_alone or keeps_states(cfg)
+    once = given.computes_once or batch_invariant
+    return replace(given, length=length, prefill_alone=alone, computes_once=once)
+
+
+def keeps_states(cfg: ModelConfig) -> bool:
+    """Whether a branch keeps a state, which only all tokens before give."""
+    return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
+
+
+def longest_window(cfg: ModelConfig) -> int | None:
+    """The tokens that a query sees if each attention layer has a window."""
+    attention = [BRANCHES[word] for word in cfg.branches if BRANCHES[word].has_heads]
+    if attention and all(branch.windowed for branch in attention):
+        return cfg.attention.sliding_window
+    return None
+
+
+def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: int) -> None:
+    """Raise `UserError` for options that an engine of this model does not have."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
+    if cache_dtype not in (None, "fp8"):
+        raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
+    if drafts < 0 or (drafts and keeps_states(cfg)):
+        raise UserError(
+            f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "
+            "states do not go back before a wrong guess"
+        )
+
+
+def ids_of(prompt: Sequence[int]) -> list[int]:
+    """A prompt as integers. Raises `UserError` where it is something else."""
+    wrong = f"a prompt is a {type(prompt).__name__}: {{reason}}; give a list of token ids"
+    with or_user_error(wrong, TypeError):
+        return [operator.index(token) for token in prompt]
+
+
+def check_request(
+    cfg: ModelConfig,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    length: int,
+    adapters: Collection[str],
+) -> None:
+    """Raise `UserError` for a request that cannot be served.
+
+    length: tokens of the longest text. adapters: their names.
+    """
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"params is a {type(params).__name__}; give SamplingParams(..)")
+    has_source = cfg.architecture.reads_target
+    if params.adapter is not None and params.adapter not in adapters:
+        have = ", ".join(adapters) or "none"
+        raise UserError(
+            f"SamplingParams: adapter={params.adapter} is not among those of the engine: {have}"
+        )
+    if params.prompt_logprobs is not None and has_source:
+        raise UserError(
+            "SamplingParams: prompt_logprobs: an encoder reads the prompt, which has none; leave "
+            "it out"
+        )
+    if not prompt or min(prompt) < 0 or max(prompt) >= cfg.vocab_size:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens: give one or more ids in [0, "
+            f"{cfg.vocab_size}), by the tokenizer that the model was trained with"
+        )
+    if len(prompt) >= length + has_source:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens leaves no room for a new one within "
+            f"{length}, the longest text here; shorten it"
+        )

@@ -1,0 +1,74 @@
+"""Engines for a known number of prompts: as small as these need, with few programs to compile."""
+
+from collections.abc import Mapping, Sequence
+
+from mjax.config.schema.model import ModelConfig
+from mjax.infer.caches.paged import PAGE
+from mjax.infer.engine import Engine
+from mjax.infer.records import powers_of_two
+from mjax.infer.requests import CompletionOutput, SamplingParams
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.weights import mesh_of
+from mjax.infer.whole_prompts import Item
+from mjax.models.base.params import Definition
+from mjax.sharding.collectives import DATA_AXES
+from mjax.sharding.mesh import parallel_of
+
+_ROWS, _CHUNK = 256, 2048
+_STRIDE = 0x9E3779B1  # of the seeds of prompts in a batch, so that other seeds give other ones
+
+
+def small_engine(
+    definition: Definition,
+    params: dict,
+    cfg: ModelConfig,
+    lengths: Sequence[int],
+    new: int,
+    *,
+    rows: int = _ROWS,
+    **options,
+) -> Engine:
+    """An engine for prompts of these lengths and up to `new` tokens after each.
+
+    rows: prompts at a time, if there are more; up to 256. options: further ones of `Engine`.
+    """
+    mesh = mesh_of(params)
+    lanes = 1 if mesh is None else parallel_of(mesh).size(*DATA_AXES)
+    here = min(-(-len(lengths) // lanes), rows, _ROWS)
+    here = powers_of_two(1, here)[-1]
+    chunk = min(bucket(sum(lengths)), _CHUNK)
+    length = max(lengths) + new
+    limits = Limits(here, here + chunk, chunk, length)
+    pages = 1 + here * -(-length // PAGE)
+    return Engine(definition, params, cfg, limits=limits, pages=pages, fixed_rows=True, **options)
+
+
+def completed(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    items: Sequence[Mapping[str, Item] | None] | None = None,
+) -> list[CompletionOutput]:
+    """One sample of each prompt.
+
+    params: of each, or of all (`of_batch`). items: of each (`Engine.add`); None: there are none.
+    """
+    each = of_batch(params, len(prompts)) if isinstance(params, SamplingParams) else params
+    rows = zip(prompts, each, items or [None] * len(prompts), strict=True)
+    requests = [engine.add(ids, own, items=beside) for ids, own, beside in rows]
+    while engine.has_work:
+        engine.step()
+    return [request.output.outputs[0] for request in requests]
+
+
+def of_batch(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Parameters of `count` prompts, so that equal ones have samples of their own."""
+    if params.seed is None:
+        return [params] * count
+    seeds = [(params.seed + number * _STRIDE) % 2**32 for number in range(count)]
+    return [params.model_copy(update={"seed": seed}) for seed in seeds]
+
+
+def bucket(n: int) -> int:
+    """The power of two, at least 16, that holds `n`."""
+    return powers_of_two(16, n)[-1]

@@ -1,0 +1,73 @@
+"""Prompts that a model reads whole: beside images and sounds, or by an encoder.
+
+Such a request has a program of prefill to itself, with these inputs beside the tokens. An encoder
+reads the prompt, and what follows is its decoder's, which begins with a token of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.infer.cache import require_decoder
+from mjax.models.towers.tiles import PADDING, Tiled
+
+Item = np.ndarray | Tiled  # of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M]
+
+
+def require_generator(cfg: ModelConfig) -> None:
+    """Raise `UserError` for a model that continues no text."""
+    if not cfg.architecture.reads_target:
+        require_decoder(cfg)
+    elif cfg.decoder_start_token_id is None:
+        raise UserError(
+            "model.decoder_start_token_id: generation begins with it; give the id that the model "
+            "was trained with"
+        )
+
+
+def whole_inputs(
+    cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item], sizes: Sequence[int]
+) -> dict[str, jax.typing.ArrayLike] | None:
+    """The inputs of `Decoder.extend` beside a prompt, [1, ..] each; None: it is no whole one.
+
+    sizes: rising lengths, to one of which an encoder's source is filled up.
+    Raises `UserError` for items that the prompt does not go with.
+    """
+    check_items(cfg, prompt, items)
+    if cfg.architecture.reads_target:
+        size = next(size for size in sizes if size >= len(prompt))
+        source, real = np.zeros((2, 1, size), np.int32)
+        source[0, : len(prompt)], real[0, : len(prompt)] = prompt, 1
+        return {"source": source, "real": real}
+    if not items:
+        return None
+    # A sample that is preempted is computed anew, and may have made tokens of items itself.
+    count = np.array([len(prompt)], np.int32)
+    return {
+        "given": jax.tree.map(lambda array: np.asarray(array)[None], dict(items)),
+        "count": count,
+    }
+
+
+def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item]) -> None:
+    """Raise `UserError` unless each item has its tokens in the prompt."""
+    for name in items:
+        if name not in cfg.modalities:
+            mark = cfg.tower(name).mark
+            raise UserError(f"generate: {mark} is given, but the model has no tower for it")
+    for name in cfg.modalities:
+        tower = cfg.tower(name)
+        found, given, size = items.get(name), 0, None
+        if found is not None:
+            given, size = (found.pixels if tower.is_tiled else found).shape[:2]
+        count, each = list(prompt).count(tower.token_id), tower.text_tokens(size)
+        if tower.is_tiled and given:
+            given, each = 1, (found.corners[:, 0] != PADDING).sum()
+        if count > given * each or count % max(each, 1):
+            raise UserError(
+                f"generate: a prompt has {count} tokens {tower.token_id}, and {given} {tower.mark} "
+                f"of {each} tokens are given; give each its tokens"
+            )

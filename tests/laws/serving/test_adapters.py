@@ -1,0 +1,82 @@
+"""Law: each request has the numbers of the model with its own adapter, whatever runs beside it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.errors import UserError
+from mjax.infer.engine import Engine
+from mjax.infer.requests import RequestOutput, SamplingParams
+from mjax.interop.adapter_stack import with_adapters
+from mjax.interop.peft.adapter_writer import write_adapter
+from mjax.interop.pretrained import Pretrained
+from mjax.models.base.context import Context, tokens_of
+from tests.adapters import drawn_adapters
+from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.marks import slow
+
+NAMES = "one", "two"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Pretrained:
+    """A model with two adapters of other ranks, from folders of PEFT."""
+    plain = tiny_model("keys and values", position_embedding="rope")
+    folders = []
+    for rank in (2, 3):
+        drawn = drawn_adapters(plain.definition.specs, rank=rank, scale=float(rank))
+        folders.append(tmp_path_factory.mktemp(f"rank {rank}"))
+        write_adapter(folders[-1], plain.cfg, plain.definition.specs, drawn)
+    return with_adapters(plain, folders)
+
+
+def assert_of_adapter(model: Pretrained, output: RequestOutput, slot: int) -> None:
+    """The log-probabilities of a prompt and its new tokens are those of a plain forward."""
+    made = output.outputs[0]
+    prompt = output.prompt_token_ids
+    ids = jnp.array([prompt + made.token_ids])
+    info = replace(tokens_of(ids.shape), adapters=jnp.array([slot]))
+    x, _, _ = model.model.hidden(ids, info, Context())
+    of_all = np.asarray(jax.nn.log_softmax(model.model.logits(x)[0]))
+    wanted = [row[token] for row, token in zip(of_all, ids[0, 1:].tolist(), strict=False)]
+    scores = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    found = [of_token[id] for of_token, id in scores] + made.logprobs
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def check(model: Pretrained, given: Engine) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (40, 5, 40, 33)]
+    adapters = ["one", None, "two", "two"]
+    asks = [
+        (prompt, SamplingParams(max_tokens=8, adapter=name, prompt_logprobs=0))
+        for prompt, name in zip(prompts, adapters, strict=True)
+    ]
+    for request in served(given, asks):
+        slot = given.adapters.get(request.params.adapter, 0)
+        assert_of_adapter(model, request.output, slot)
+
+
+def test_rows_of_a_step_have_adapters_of_their_own(model):
+    given = tiny_engine(model, adapters=NAMES)
+    check(model, given)
+    with pytest.raises(UserError, match="adapter=three is not among .*: one, two"):
+        given.add([1], SamplingParams(adapter="three"))
+
+
+def test_adapters_share_no_prefix(model):
+    given = tiny_engine(model, adapters=NAMES)
+    prompt = np.random.default_rng(1).integers(0, VOCAB, 80).tolist()
+    hits = []
+    for name in ("one", "two", None, "two", "one"):
+        [request] = served(given, [(prompt, SamplingParams(max_tokens=1, adapter=name))])
+        hits.append(request.output.num_cached_tokens > 0)
+    assert hits == [False, False, False, True, True]
+
+
+@slow
+def test_drafts_know_the_adapter_of_their_row(model):
+    check(model, tiny_engine(model, adapters=NAMES, drafts=3))

@@ -1,0 +1,48 @@
+"""Law: with `batch_invariant` a request's log-probs have the same bits in any company.
+
+Neither what runs beside it, when it comes, nor which of its pages were cached changes a bit.
+"""
+
+import numpy as np
+import pytest
+
+from mjax.infer.requests import SamplingParams
+from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.marks import quick
+
+RNG = np.random.default_rng(3)
+SHARED = RNG.integers(0, VOCAB, 70).tolist()
+ASKS = [
+    (SHARED + RNG.integers(0, VOCAB, 9).tolist(), SamplingParams(max_tokens=20)),
+    (RNG.integers(0, VOCAB, 31).tolist(), SamplingParams(max_tokens=9, temperature=1.0, seed=1)),
+    (SHARED + RNG.integers(0, VOCAB, 20).tolist(), SamplingParams(max_tokens=12)),
+    (RNG.integers(0, VOCAB, 3).tolist(), SamplingParams(max_tokens=30, temperature=0.8, seed=2)),
+]
+
+
+def bits(request) -> list[bytes]:
+    output = request.output.outputs[0]
+    return [np.array(output.token_ids), np.array(output.logprobs, np.float32).tobytes()]
+
+
+@pytest.mark.parametrize("kind", quick(["keys and values", "latent", "experts", "mamba"], 0))
+def test_bits_do_not_depend_on_company(kind):
+    given = tiny_engine(tiny_model(kind), batch_invariant=True)
+    alone = [bits(served(given, [ask])[0]) for ask in ASKS]  # the third finds pages of the first
+    given.lanes[0].pool.forget()
+    together = [bits(request) for request in served(given, ASKS[::-1])][::-1]
+    for (ids, logprobs), (wanted, wanted_logprobs) in zip(together, alone, strict=True):
+        assert ids.tolist() == wanted.tolist()
+        assert logprobs == wanted_logprobs
+
+
+def test_a_text_begins_when_it_can_end():
+    model = tiny_model("keys and values")
+    given = tiny_engine(model, batch_invariant=True, pages=8)  # each needs six
+    first, second = (given.add([1, 2], SamplingParams(max_tokens=90)) for _ in range(2))
+    while given.has_work:
+        given.step()
+        assert len(given.lanes[0].running) <= 1
+    for request in (first, second):
+        assert request.samples[0].tokens.admissions == 1
+        assert request.output.outputs[0].finish_reason == "length"

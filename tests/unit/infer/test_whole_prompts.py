@@ -1,0 +1,123 @@
+"""Prompts with images, and those of encoder-decoders, on an engine that has other work."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.config import load
+from mjax.config.rules.mesh_rules import AXES
+from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.run import MeshConfig
+from mjax.errors import UserError
+from mjax.infer.engine import Engine
+from mjax.infer.requests import SamplingParams
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.small_engine import completed
+from mjax.models import build, split
+from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.rules import param_partitions
+from tests.generation import complete
+from tests.marks import quick
+
+IMAGE, NEW = 257, 140
+LLAVA = [
+    "model.vocab_size=258",
+    "model.hidden_size=32",
+    "model.num_hidden_layers=3",
+    "model.layer_pattern='V,[P],G'",
+    "model.intermediate_size=40",
+    "model.initializer_range=0.3",
+    "model.max_position_embeddings=256",
+    "data.seq_length=64",
+    "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
+    "num_attention_heads: 2, image_token_id: 257, max_images: 2}",
+    "data.mock=true",
+]
+T5 = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "layer_pattern": "B, [GXD]*2",
+    "intermediate_size": 48,
+    "position_embedding": "relative",
+    "relative": {"num_buckets": 8, "max_distance": 12},
+    "initializer_range": 0.3,
+    "decoder_start_token_id": 3,
+    "attention": {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+def llava():
+    """A model that reads images: (model, prompts, items of each)."""
+    cfg = load(None, LLAVA).model
+    images = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
+    prompts = [[5, *[IMAGE] * 4, 3, 4, *[IMAGE] * 4, 9], [*[IMAGE] * 4, 7], [1, 2, 3]]
+    items = [{"vision": images}, {"vision": images[1:]}, None]
+    return (*split(build(cfg, nnx.Rngs(0))), cfg), prompts, items
+
+
+def encoder_decoder():
+    """A model whose encoder reads prompts."""
+    cfg = ModelConfig(**T5)
+    prompts = [[*range(4, 15)], [9, 8, 7], [*range(50, 120)]]
+    return (*split(build(cfg, nnx.Rngs(0))), cfg), prompts, [None] * 3
+
+
+def spread(model, sizes):
+    """The model on a mesh."""
+    definition, params, cfg = model
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = make_mesh(MeshConfig(**dict.fromkeys(AXES, 1) | sizes), devices)
+    places = param_partitions(definition.specs, parallel_of(mesh))
+    places = jax.tree.map(lambda place: jax.NamedSharding(mesh, place), places)
+    return definition, jax.device_put(params, places), cfg
+
+
+CASES = [(llava, {}), (encoder_decoder, {}), (llava, {"dp": 2, "tp": 2})]
+CASES += [(encoder_decoder, {"dp": 2, "tp": 2})]
+
+
+@pytest.mark.parametrize("kind, sizes", quick(CASES, 0, 1))
+def test_company_and_preemption_change_no_token(kind, sizes):
+    """Each row alone, then all in a pool that has pages for two."""
+    model, prompts, items = kind()
+    params = {"temperature": 0.9, "seed": 1}
+    want = [
+        complete(model, [prompt], NEW, beside, **params)[0]
+        for prompt, beside in zip(prompts, items, strict=True)
+    ]
+    model = spread(model, sizes) if sizes else model
+    limits = Limits(rows=3, chunk=16, length=192)
+    engine = Engine(*model, dtype="float32", limits=limits, pages=5)
+    each = [SamplingParams(max_tokens=NEW, **params)] * 3
+    found = completed(engine, prompts * 2, each * 2, items * 2)
+    for row, alone in zip(found, want * 2, strict=True):
+        assert row.token_ids == alone.token_ids
+        np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=1e-4)
+    assert len({tuple(row.token_ids) for row in found}) == 3
+    assert all(lane.pool.cached == lane.pool.used == 0 for lane in engine.lanes) or kind is llava
+    if not sizes:
+        assert engine.prefills > 6, "some were preempted and computed anew"
+
+
+def test_penalties_of_an_encoder_decoder_count_what_its_decoder_made():
+    model, prompts, _ = encoder_decoder()
+    rows = complete(model, prompts, 20, repetition_penalty=1e6)
+    assert all(len(set(row.token_ids)) == 20 and 3 not in row.token_ids for row in rows)
+    assert set(rows[2].token_ids) & set(prompts[2]), "the encoder's tokens do not count"
+
+
+def test_what_does_not_go_together_is_one_line():
+    model, _, _ = llava()
+    images = {"vision": np.zeros((1, 8, 8, 3), np.float32)}
+    with pytest.raises(UserError, match="a prompt has 8 tokens 257, and 1 <image> of 4 tokens"):
+        complete(model, [[IMAGE] * 8], 2, images)
+    with pytest.raises(UserError, match="<audio> is given, but the model has no tower for it"):
+        complete(model, [[1]], 2, {"audio": np.zeros((1, 4, 2), np.float32)})
+    model, _, _ = encoder_decoder()
+    engine = Engine(*model, dtype="float32", limits=Limits(rows=1, length=32), pages=4)
+    with pytest.raises(UserError, match="a prompt of 33 tokens .* 32, the longest text here"):
+        engine.add([1] * 33)
+    with pytest.raises(UserError, match="a prompt of 1 tokens and up to 32 new ones"):
+        engine.add([1] * 32, SamplingParams(max_tokens=32))
