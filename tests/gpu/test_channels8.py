@@ -25,6 +25,6 @@ def test_the_kernel_equals_fp32(rows, outputs, inputs):
         exact = jax.jit(multiply_rounded)(x.astype(jnp.float32), held.values, held.scales)
     most = jnp.max(jnp.abs(exact), -1, keepdims=True)
     y = jax.jit(lambda *a: multiply_few(*a, tile))(x, held.values, held.scales)
-    assert jnp.max(jnp.abs(y - exact) / most) < 6e-3  # bf16's rounding, and sums of 14 bits
+    assert jnp.max(jnp.abs(y - exact) / most) < 8e-3  # bf16's rounding, and sums of 14 bits
     again = jax.jit(lambda *a: multiply_few(*a, tile))(x, held.values, held.scales)
     np.testing.assert_array_equal(y, again)
