@@ -1,13 +1,16 @@
 """Limits that a model sets to its engine, and requests that can never run."""
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
+
+DTYPES = "bfloat16", "float32", "float16"
 
 
 def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
@@ -33,8 +36,10 @@ def longest_window(cfg: ModelConfig) -> int | None:
     return None
 
 
-def check_engine(cfg: ModelConfig, cache_dtype: str | None, drafts: int) -> None:
+def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: int) -> None:
     """Raise `UserError` for options that an engine of this model does not have."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
     if cache_dtype not in (None, "fp8"):
         raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
     if drafts < 0 or (drafts and keeps_states(cfg)):
@@ -42,6 +47,13 @@ def check_engine(cfg: ModelConfig, cache_dtype: str | None, drafts: int) -> None
             f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "
             "states do not go back before a wrong guess"
         )
+
+
+def ids_of(prompt: Sequence[int]) -> list[int]:
+    """A prompt as integers. Raises `UserError` where it is something else."""
+    wrong = f"a prompt is a {type(prompt).__name__}: {{reason}}; give a list of token ids"
+    with or_user_error(wrong, TypeError):
+        return [operator.index(token) for token in prompt]
 
 
 def check_request(
@@ -55,6 +67,8 @@ def check_request(
 
     length: tokens of the longest text. adapters: their names.
     """
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"params is a {type(params).__name__}; give SamplingParams(..)")
     has_source = cfg.architecture.reads_target
     if params.adapter is not None and params.adapter not in adapters:
         have = ", ".join(adapters) or "none"

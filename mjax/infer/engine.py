@@ -21,7 +21,14 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.checks import check_engine, check_request, keeps_states, limits_of, longest_window
+from mjax.infer.checks import (
+    check_engine,
+    check_request,
+    ids_of,
+    keeps_states,
+    limits_of,
+    longest_window,
+)
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -55,7 +62,7 @@ from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
-from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
+from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
@@ -105,19 +112,21 @@ class Engine:
         Raises `UserError` for a model that the engine does not serve.
         """
         require_generator(cfg)
-        check_engine(cfg, cache_dtype, drafts)
+        check_engine(cfg, dtype, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits, batch_invariant)
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self._params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self._sizes = decode, tokens[-1:] if batch_invariant else tokens
         self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
         width = -(-(limits.length + drafts) // PAGE)
         self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
-        sizes = PoolSizes(pages or 2, limits.rows, width, cache_dtype == "fp8", drafts)
+        first = 2 if pages is None else pages
+        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
@@ -157,7 +166,7 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
-        items: Mapping[str, Item] | None = None,
+        items: Mapping[str, PromptItem] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
@@ -169,8 +178,10 @@ class Engine:
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
         number = next(self._numbers)
-        request_id = str(number) if request_id is None else request_id
-        prompt = list(map(int, prompt))
+        if request_id is None:
+            free = map(str, itertools.count(number))
+            request_id = next(id for id in free if id not in self.requests)
+        prompt = ids_of(prompt)
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if request_id in self.requests:
@@ -192,7 +203,8 @@ class Engine:
             tokens.waits, tokens.whole = answer.waits, inputs is not None
             tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
-            top = _TOP if params.logprobs or params.prompt_logprobs else 0
+            wanted = params.logprobs or params.prompt_logprobs
+            top = min(_TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
             sample = Sample(request, answer, tokens, seed, draws, lane)
             sample.adapter = self.adapters.get(params.adapter, 0)
@@ -224,10 +236,11 @@ class Engine:
         before = len(self._flying)
         decode, prefill = [], []
         for plan in plans:
-            tokens = [Work(self._of_tokens[t], t.computed - 1, 1, True) for t in plan.decode]
-            chunks = [self._work(chunk) for chunk in plan.chunks]
-            decode.append(tokens)
-            prefill.append(chunks)
+            # Samples of a plan may have ended since: a later lane may have read all tokens.
+            rows = [t for t in plan.decode if t in self._of_tokens]
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
+            decode.append([Work(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
+            prefill.append(list(map(self._work, chunks)))
         if any(decode):
             rows = holding(self._sizes[0], max(map(len, decode)))
             always = self.limits.computes_once  # the program does not depend on others' drafts
@@ -265,11 +278,10 @@ class Engine:
         """
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
-        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
         specs = self._definition.specs
         apart = take_apart(specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, places)
+        self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
@@ -300,7 +312,8 @@ class Engine:
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
         """
-        self._warm = tuple(draws)
+        if self._sleeps:
+            raise UserError("the engine sleeps; wake it before it warms up")
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self._sizes
@@ -314,6 +327,7 @@ class Engine:
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
+        self._warm = tuple(draws)
         return len(self._compiled)
 
     # ---- a step ----------------------------------------------------------------------------------

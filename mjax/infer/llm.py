@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mjax.checkpoint.base.companion_files import end_ids, tokenizer_of
 from mjax.config.schema.run import MeshConfig
@@ -17,6 +18,7 @@ from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
+from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.interop.adapter_stack import with_adapters
@@ -64,9 +66,9 @@ class LLM:
         Raises `UserError` for what cannot be loaded or served.
         """
         have = len(jax.devices())
-        if not 1 <= tensor_parallel_size <= have:
+        if tensor_parallel_size not in range(1, have + 1):
             raise UserError(
-                f"tensor_parallel_size={tensor_parallel_size}: there are {have} devices; "
+                f"tensor_parallel_size={tensor_parallel_size}: devices here: {have}; "
                 f"give 1 to {have}"
             )
         mesh = None
@@ -90,7 +92,9 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=max_model_len or loaded.cfg.max_position_embeddings,
+                length=(
+                    loaded.cfg.max_position_embeddings if max_model_len is None else max_model_len
+                ),
             ),
             cache_dtype=kv_cache_dtype,
             weight_dtype=quantization,
@@ -119,20 +123,26 @@ class LLM:
 
         params: of all, or of each; None: `default_params`.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
+        prompts = _several(prompts)
         if params is None:
             params = self.default_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and {len(each)} params: give one for each")
-        requests = []
-        for prompt, wanted in zip(prompts, each, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            ids = prompt if text is None else self.encode(prompt)
-            requests.append(self._add(ids, wanted, text))
-        while self.engine.has_work:
-            self.engine.step()
+        requests: list[Request] = []
+        try:
+            for prompt, wanted in zip(prompts, each, strict=True):
+                text = prompt if isinstance(prompt, str) else None
+                ids = prompt if text is None else self.encode(prompt)
+                requests.append(self._add(ids, wanted, text))
+            while self.engine.has_work:
+                self.engine.step()
+            if not all(request.output.finished for request in requests):
+                raise UserError("the engine is paused; resume it before it generates")
+        except BaseException:  # a later call must not find them
+            for request in requests:
+                self.engine.abort(request.output.request_id)
+            raise
         return [request.output for request in requests]
 
     def chat(
@@ -158,9 +168,19 @@ class LLM:
             raise UserError("the model has no tokenizer; give ids, or LLM(.., tokenizer=..)")
         return [*self.tokenizer.prefix, *self.tokenizer.encode(text)]
 
-    def _add(self, ids: Sequence[int], params: SamplingParams, text: str | None):
+    def _add(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> Request:
         while True:
             try:
                 return self.engine.add(ids, params, text=text)
             except QueueFull:
                 self.engine.step()
+
+
+def _several(prompts: Prompts) -> Sequence[str] | Sequence[Sequence[int]]:
+    """Prompts as a list, also of one; arrays of numpy as lists."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts are a {type(prompts).__name__}; give texts or lists of token ids")
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | np.integer))
+    return [prompts] if is_one else prompts

@@ -146,7 +146,7 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
                 case _:
                     raise UserError(
                         f"model.layer_pattern={cfg.layer_pattern}: the engine does not serve "
-                        f"layers with {module.__name__}; use mjax generate"
+                        f"layers with {module.__name__}; run the model on whole texts"
                     )
             layer[BRANCHES[word].name] = found
         layers.append(layer)

@@ -13,7 +13,7 @@ from mjax.infer.records import Request, Sample, powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
-from mjax.infer.whole_prompts import Item
+from mjax.infer.whole_prompts import PromptItem
 from mjax.models.base.params import Definition
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.mesh import parallel_of
@@ -52,7 +52,7 @@ def completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
-    items: Sequence[Mapping[str, Item] | None] | None = None,
+    items: Sequence[Mapping[str, PromptItem] | None] | None = None,
 ) -> list[CompletionOutput]:
     """One sample of each prompt.
 

@@ -15,11 +15,14 @@ from mjax.config import load
 from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
+from mjax.infer.llm import LLM
+from mjax.infer.requests import SamplingParams
 from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only
 from mjax.train import Trainer
 from tests.generation import made_ids
+from tests.marks import quick
 from tests.oracle.families import MODELS, make
 
 ROWS, SEQ = 2, 40
@@ -163,3 +166,33 @@ def test_greedy_decode_equals_generate(hf):
         )
     rows = made_ids((ours.definition, ours.params, ours.cfg), prompts, 64)
     assert rows == made[:, 13:].tolist()
+
+
+# Of caches in pages: windows in turn, all windows, latents, sinks, states, deltas.
+PAGED = ["gemma3", "deepseek_v3_moe", "gpt_oss", "bamba", "qwen3_next"]
+
+
+@pytest.mark.parametrize(
+    "name", quick(MODELS, *(number for number, name in enumerate(MODELS) if name in PAGED))
+)
+def test_the_engines_greedy_tokens_equal_generate(name, tmp_path):
+    """Of prompts of unequal lengths, one longer than a page and than a chunk."""
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 251, size).tolist() for size in (5, 80, 13)]
+    wanted = []
+    for prompt in prompts:
+        with torch.no_grad():
+            made = theirs.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=24,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        wanted.append(made[0, len(prompt) :].tolist())
+    llm = LLM(tmp_path, max_model_len=128, max_num_seqs=4, max_num_prefill_tokens=64)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted

@@ -53,8 +53,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "chunk", "length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise UserError(f"{name} is {given}: it must be an integer of at least 1")
 
 
 @dataclass(eq=False)

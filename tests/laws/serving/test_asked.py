@@ -126,6 +126,35 @@ def test_a_text_ends_where_the_engines_length_does():
     assert len(found.token_ids) == 8 and found.finish_reason == "length"
 
 
+def test_a_sample_may_end_while_another_lane_must_be_read_first():
+    """Of a form's tokens none is in flight while the next one is planned: that reads all lanes."""
+    given = emptied(engine("keys and values", {"dp": 2}))
+    token = served(given, [Ask(PROMPT, SamplingParams())])[0].outputs[0].token_ids[6]
+    params = SamplingParams(max_tokens=40, stop_token_ids=[token])
+    waits = SamplingParams(max_tokens=40, bad_words=[LETTERS.decode([3, 4])])
+    asks = [Ask(PROMPT, params), Ask([1], waits), Ask([2], params), Ask([4], waits)]
+    outputs = served(emptied(given), asks)
+    assert outputs[0].outputs[0].stop_reason == token
+    assert_greedy("keys and values", outputs)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_penalties_count_the_prompt_and_the_text(sampled):
+    how = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+    found = asked(**how, max_tokens=40) if not sampled else None
+    if sampled:  # a nearly greedy one
+        found = asked(**how, max_tokens=40, temperature=1e-6, seed=0)
+    output = type("Output", (), {"prompt_token_ids": PROMPT, "outputs": [found]})
+    made = np.zeros(VOCAB)
+    for token, logits in zip(found.token_ids, scored(KIND, [output])[0], strict=True):
+        seen = (made > 0) | np.isin(np.arange(VOCAB), PROMPT)
+        changed = np.where(seen, np.where(logits < 0, logits * 1.4, logits / 1.4), logits)
+        changed = changed - 0.7 * (made > 0) - 0.4 * made
+        assert changed.max() - changed[token] < GAP
+        made[token] += 1
+    assert made.max() > 0
+
+
 def test_a_structured_text_has_its_form_whatever_runs_beside_it():
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer("byte")
