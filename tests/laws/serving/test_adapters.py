@@ -1,16 +1,22 @@
 """Law: each request has the numbers of the model with its own adapter, whatever runs beside it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.checkpoint.base.source import array_source
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
+from mjax.infer.llm import LLM
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.interop.adapter_stack import with_adapters
+from mjax.interop.huggingface.families.engine import config_to_hf, slots
+from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, tokens_of
@@ -23,15 +29,22 @@ NAMES = "one", "two"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Pretrained:
-    """A model with two adapters of other ranks, from folders of PEFT."""
-    plain = tiny_model("keys and values")
-    folders = []
-    for rank in (2, 3):
-        drawn = drawn_adapters(plain.definition.specs, rank=rank, scale=float(rank))
-        folders.append(tmp_path_factory.mktemp(f"rank {rank}"))
-        write_adapter(folders[-1], plain.cfg, plain.definition.specs, drawn)
-    return with_adapters(plain, folders)
+def home(tmp_path_factory) -> Path:
+    """A folder with a Hugging Face model base/ and two adapters of other ranks, one/ and two/."""
+    home, plain = tmp_path_factory.mktemp("adapters"), tiny_model("keys and values")
+    cfg, specs = plain.cfg, plain.definition.specs
+    config = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
+    read = array_source(cfg, plain.params).read
+    export(read, cfg, specs, slots(cfg, specs), home / "base", "float32", extras=config)
+    for rank, name in enumerate(NAMES, 2):
+        drawn = drawn_adapters(specs, rank=rank, scale=float(rank))
+        write_adapter(home / name, cfg, specs, drawn)
+    return home
+
+
+@pytest.fixture(scope="module")
+def model(home) -> Pretrained:
+    return with_adapters(tiny_model("keys and values"), [home / name for name in NAMES])
 
 
 def assert_of_adapter(model: Pretrained, output: RequestOutput, slot: int) -> None:
@@ -76,6 +89,24 @@ def test_adapters_share_no_prefix(model):
         [request] = served(given, [(prompt, SamplingParams(max_tokens=1, adapter=name))])
         hits.append(request.output.num_cached_tokens > 0)
     assert hits == [False, False, False, True, True]
+
+
+@slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_llm_takes_folders_of_adapters(tp, home, model):
+    llm = LLM(
+        home / "base",
+        adapters={name: home / name for name in NAMES},
+        tensor_parallel_size=tp,
+        num_speculative_tokens=2,
+        max_num_seqs=2,
+        max_num_prefill_tokens=32,
+    )
+    params = [
+        SamplingParams(max_tokens=8, adapter=name, prompt_logprobs=0) for name in (*NAMES, None)
+    ]
+    for slot, output in zip((1, 2, 0), llm.generate([[7, 8, 9]] * 3, params), strict=True):
+        assert_of_adapter(model, output, slot)
 
 
 @slow
