@@ -138,6 +138,7 @@ class Engine:
         self._definition, self._dtype = definition, jnp.dtype(dtype)
         self._form = form_of(weight_dtype, definition.specs)
         self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self._params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self._sizes = decode, tokens[-1:] if batch_invariant else tokens
@@ -198,6 +199,8 @@ class Engine:
         prompt = ids_of(prompt)
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
+        if self._params is None:
+            raise UserError("the engine slept without weights; give them by update_weights")
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
@@ -291,11 +294,10 @@ class Engine:
         """
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
-        places = jax.tree.map(lambda p: p.sharding, self._params)
         self._params = None  # memory for one copy is enough
         specs = self._definition.specs
         apart = take_apart(specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, places)
+        self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
             lane.pool.forget()
