@@ -1,4 +1,4 @@
-"""What a model asks of an engine that serves it, and requests that can never run."""
+"""Limits that a model sets to its engine, and requests that can never run."""
 
 import operator
 from collections.abc import Collection, Sequence

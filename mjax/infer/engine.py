@@ -10,9 +10,8 @@ runs beside it, when it came, or how often it was preempted.
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from mjax.infer.checks import (
     limits_of,
     longest_window,
 )
-from mjax.infer.drafts import Drafter, RepeatedText
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.programs import (
     CHUNKS,
@@ -41,9 +39,11 @@ from mjax.infer.programs import (
     fitting_pages,
 )
 from mjax.infer.records import (
+    Launched,
     Records,
     Request,
     Sample,
+    Update,
     Work,
     drafts_of,
     flat_ids,
@@ -56,43 +56,35 @@ from mjax.infer.records import (
     united,
 )
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
-from mjax.infer.sample import Drawn, Draws, RowRules, Scored, draws_of
+from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
+from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
-from mjax.infer.whole_prompts import Item, require_generator, whole_inputs
+from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
 _TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
-class Update(NamedTuple):
-    """A new token of a sample: text is what became certain with it."""
-
-    request: Request
-    sample: Sample
-    text: str
-
-
-class Launched(NamedTuple):
-    """A program in flight.
-
-    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
-    version: of the weights. drafts: of the rows, int32 [R, k], or None.
-    """
-
-    drawn: Drawn
-    scores: Scored | None
-    samples: dict[int, Sample]
-    version: int
-    drafts: np.ndarray | None
-    work: list[list[Work]]
-
-
 class Engine:
-    """Requests from `add` to their last token, by calls of `step`."""
+    """Requests from `add` to their last token, by calls of `step`. Its options:
+
+    eos: tokens that end a text. limits: their length is at most the model's.
+    pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
+    cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
+    weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
+    fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
+    batch_invariant: whether the bits of a request do not depend on what runs beside it. All
+        steps then have the largest size, and a text begins when all its pages are free.
+    donate: frees `params` while they are copied.
+    drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
+        between steps; it pays where few texts repeat themselves much.
+    drafter: guesses tokens; None: as texts repeat themselves.
+    adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
+    """
 
     def __init__(
         self,
@@ -112,23 +104,11 @@ class Engine:
         batch_invariant: bool = False,
         donate: bool = False,
         drafts: int = 0,
-        drafter: Callable[[], Drafter] = RepeatedText,
+        drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
-        eos: tokens that end a text. limits: their length is at most the model's.
-        pages: of 64 tokens in each lane's pool; None: as many as fit into memory.
-        cache_dtype: "fp8" caches keys and values in e4m3; None: the dtype of the model.
-        weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
-        fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
-        batch_invariant: whether the bits of a request do not depend on what runs beside it. All
-            steps then have the largest size, and a text begins when all its pages are free.
-        donate: frees `params` while they are copied.
-        drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
-            between steps; it pays where few texts repeat themselves much.
-        drafter: makes what guesses the tokens of one sample.
-        adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
         Raises `UserError` for a model that the engine does not serve.
         """
         require_generator(cfg)
@@ -150,17 +130,9 @@ class Engine:
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
-            largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
-            pages = fitting_pages(self.programs, self._params, largest)
-            sizes = sizes._replace(pages=pages)
-            self.programs = self.programs.resized(sizes)
-        lanes, caches = self.programs.lanes, cache_prefixes and not keeps_states(cfg)
-        window = longest_window(cfg)
-        self.lanes = [
-            Scheduler(limits, PagePool(sizes.pages, page=PAGE, cache_prefixes=caches), window)
-            for _ in range(lanes)
-        ]
-        self._records = Records(lanes, limits, width)
+            self._fill_memory()
+        self.lanes = self._empty_lanes(cache_prefixes and not keeps_states(cfg))
+        self._records = Records(len(self.lanes), limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
@@ -170,9 +142,22 @@ class Engine:
         self._numbers = itertools.count()
         self.version, self._paused, self._sleeps = 0, False, False
         self.prefills = 0  # programs of prefill so far
-        self._drafts, self._drafter = drafts, drafter
+        self._drafts, self._drafter = drafts, drafter or RepeatedTexts()
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
+
+    def _fill_memory(self) -> None:
+        """Give the programs as many pages as fit into memory."""
+        largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
+        pages = fitting_pages(self.programs, self._params, largest)
+        self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
+
+    def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
+        """The schedulers of all lanes, with pools of their own."""
+        pages, window = self.programs.sizes.pages, longest_window(self.cfg)
+        count = range(self.programs.lanes)
+        pools = [PagePool(pages, page=PAGE, cache_prefixes=cache_prefixes) for _ in count]
+        return [Scheduler(self.limits, pool, window) for pool in pools]
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -181,7 +166,7 @@ class Engine:
         prompt: Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
-        items: Mapping[str, Item] | None = None,
+        items: Mapping[str, PromptItem] | None = None,
         request_id: str | None = None,
         text: str | None = None,
     ) -> Request:
@@ -224,7 +209,6 @@ class Engine:
             top = min(_TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
             sample = Sample(request, answer, tokens, seed, draws, lane)
-            sample.drafter = self._drafter() if self._drafts else None
             sample.adapter = self.adapters.get(params.adapter, 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)
@@ -261,7 +245,9 @@ class Engine:
             prefill.append(list(map(self._work, chunks)))
         if any(decode):
             rows = holding(self._sizes[0], max(map(len, decode)))
-            self._launch(decode, rows, StepTokens(drafts=drafts_of(decode, rows, self._drafts)))
+            always = self.limits.computes_once  # the program does not depend on others' drafts
+            drafts = drafts_of(decode, rows, self._drafts, always)
+            self._launch(decode, rows, StepTokens(drafts=drafts))
         for lane, chunks in enumerate(prefill):
             if chunks and chunks[0].sample.tokens.whole:
                 alone = [chunks if number == lane else [] for number in range(len(prefill))]
@@ -358,11 +344,13 @@ class Engine:
 
     def _guess(self) -> None:
         """Give drafts to all rows that may have some."""
-        for lane in self.lanes if self._drafts else ():
-            for tokens in lane.running.values():
-                sample = self._of_tokens[tokens]
-                if tokens.sampled and sample.may_draft:
-                    tokens.drafts = sample.drafter.propose(tokens.tokens, self._drafts)
+        if not self._drafts:
+            return
+        rows = [self._of_tokens[t] for lane in self.lanes for t in lane.running.values()]
+        rows = [sample for sample in rows if sample.may_draft]
+        proposed = self._drafter.propose(rows, self._drafts)
+        for sample, drafts in zip(rows, proposed, strict=True):
+            sample.tokens.drafts = drafts[: self._drafts]
 
     def _work(self, chunk: Chunk) -> Work:
         return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)

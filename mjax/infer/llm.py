@@ -31,7 +31,19 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class LLM:
-    """A model ready to continue texts. `engine` takes requests one by one."""
+    """A model ready to continue texts. `engine` takes requests one by one. Its options:
+
+    tokenizer: default: the model's own; None is found: prompts are ids and texts empty.
+    dtype: default: bfloat16, on a CPU float32.
+    max_model_len: tokens of the longest text; default: the model's.
+    max_num_seqs: texts that are made at a time.
+    max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
+    kv_cache_dtype: fp8, or default the model's.
+    quantization: fp8 rounds the weights of layers as they are loaded; default: none.
+    num_speculative_tokens: guessed in a row of a step where the text repeats itself; texts stay
+        as they are.
+    adapters: runs with adapters or folders of PEFT, by the name that requests give.
+    """
 
     def __init__(
         self,
@@ -51,16 +63,6 @@ class LLM:
     ):
         """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
 
-        tokenizer: default: the model's own; None is found: prompts are ids and texts empty.
-        dtype: default: bfloat16, on a CPU float32.
-        max_model_len: tokens of the longest text; default: the model's.
-        max_num_seqs: texts that are made at a time.
-        max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
-        kv_cache_dtype: fp8, or default the model's.
-        quantization: fp8 rounds the weights of layers as they are loaded; default: none.
-        num_speculative_tokens: guessed in a row of a step where the text repeats itself; texts stay
-            as they are.
-        adapters: runs with adapters or folders of PEFT, by the name that requests give.
         Raises `UserError` for what cannot be loaded or served.
         """
         have = len(jax.devices())

@@ -146,7 +146,7 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
                 case _:
                     raise UserError(
                         f"model.layer_pattern={cfg.layer_pattern}: the engine does not serve "
-                        f"layers with {module.__name__}; use mjax generate"
+                        f"layers with {module.__name__}; run the model on whole texts"
                     )
             layer[BRANCHES[word].name] = found
         layers.append(layer)
@@ -351,22 +351,26 @@ class EnginePrograms:
 
     def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array, top: int) -> Scored:
         """How likely labels [T] are after x [T, D]; logits exist for a part of them at a time."""
+        tokens, width = x.shape
         most = max(_LOGITS // self.cfg.vocab_size, 1)
-        size = math.gcd(len(x), 1 << (most.bit_length() - 1))
+        size = math.gcd(tokens, 1 << (most.bit_length() - 1))
 
         def of_part(part: tuple[jax.Array, jax.Array]) -> Scored:
-            return scored(model.logits(part[0], self.parallel), part[1], top)
+            x, labels = part
+            logits = model.logits(x, self.parallel)
+            return scored(logits, labels, top)
 
-        parts = x.reshape(-1, size, x.shape[-1]), labels.reshape(-1, size)
-        found = jax.lax.map(of_part, parts)
-        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
+        x = x.reshape(-1, size, width)
+        labels = labels.reshape(-1, size)
+        found = jax.lax.map(of_part, (x, labels))
+        return jax.tree.map(jnp.concatenate, found)
 
     def _tokens(
         self, state: StepState, tokens: StepTokens, row: dict[str, jax.Array]
     ) -> tuple[jax.Array, Tokens]:
         """The ids of a step, [R, each] or [1, T], and facts about them.
 
-        A row has all its places for drafts. Those beyond its pages are in the null page.
+        Each row has all places for drafts; places beyond its pages are in the null page.
         """
         count, lengths = len(row["count"]), row["length"]
         if tokens.ids is None:

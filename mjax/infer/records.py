@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.infer.drafts import Drafter
 from mjax.infer.programs import record_dtype
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, Scored
@@ -40,7 +39,7 @@ class Sample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
-    penalties. drafter: guesses its next tokens, or None. adapter: the slot of its adapter, 0: none.
+    penalties. adapter: the slot of its adapter, 0: none.
     """
 
     request: Request
@@ -52,14 +51,14 @@ class Sample:
     written: int = 0
     table: tuple[int, int] = (0, 0)
     counted: int = 0
-    drafter: Drafter | None = None
     adapter: int = 0
 
     @property
     def may_draft(self) -> bool:
         """Whether its next tokens may be guessed: none of its rules depends on the text so far."""
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
-        return enough and not self.answer.waits and not self.draws.penalties
+        depends = self.answer.waits or self.draws.penalties
+        return self.tokens.sampled and enough and not depends
 
     @property
     def scores_prompt(self) -> bool:
@@ -85,6 +84,29 @@ class Work(NamedTuple):
     first: int
     count: int
     samples: bool
+
+
+class Update(NamedTuple):
+    """A new token of a sample: text is what became certain with it."""
+
+    request: Request
+    sample: Sample
+    text: str
+
+
+class Launched(NamedTuple):
+    """A program in flight.
+
+    drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    version: of the weights. drafts: of the rows, int32 [R, k], or None.
+    """
+
+    drawn: Drawn
+    scores: Scored | None
+    samples: dict[int, Sample]
+    version: int
+    drafts: np.ndarray | None
+    work: list[list[Work]]
 
 
 class Records:
@@ -154,12 +176,15 @@ def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int], *, ahead: int
     return ids
 
 
-def drafts_of(work: Sequence[Sequence[Work]], rows: int, most: int) -> np.ndarray | None:
+def drafts_of(
+    work: Sequence[Sequence[Work]], rows: int, most: int, always: bool
+) -> np.ndarray | None:
     """The drafts of a step of decoding, int32 [lanes * rows, most], -1: none; None: no row has any.
 
-    Rows of a step have equally many places for drafts.
+    Rows of a step have equally many places for drafts. `always`: give them places in any case.
     """
-    if not any(entry.sample.tokens.drafts for lane in work for entry in lane):
+    has_some = any(entry.sample.tokens.drafts for lane in work for entry in lane)
+    if not most or not (has_some or always):
         return None
     table = np.full((len(work) * rows, most), -1, np.int32)
     for number, lane in enumerate(work):

@@ -1,20 +1,25 @@
-"""Engines for a known number of prompts: as small as these need, with few programs to compile."""
+"""Engines for a known number of prompts: as small as these need, with few programs to compile.
+
+A small model's engine may also guess tokens for another engine (`DraftModel`).
+"""
 
 from collections.abc import Mapping, Sequence
 
 from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.engine import Engine
-from mjax.infer.records import powers_of_two
+from mjax.infer.records import Request, Sample, powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
-from mjax.infer.whole_prompts import Item
+from mjax.infer.whole_prompts import PromptItem
 from mjax.models.base.params import Definition
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.mesh import parallel_of
 
 _ROWS, _CHUNK = 256, 2048
+_SHARED = "temperature", "top_k", "top_p", "min_p"  # by a text and its guesses
 _STRIDE = 0x9E3779B1  # of the seeds of prompts in a batch, so that other seeds give other ones
 
 
@@ -47,7 +52,7 @@ def completed(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
-    items: Sequence[Mapping[str, Item] | None] | None = None,
+    items: Sequence[Mapping[str, PromptItem] | None] | None = None,
 ) -> list[CompletionOutput]:
     """One sample of each prompt.
 
@@ -72,3 +77,33 @@ def of_batch(params: SamplingParams, count: int) -> list[SamplingParams]:
 def bucket(n: int) -> int:
     """The power of two, at least 16, that holds `n`."""
     return powers_of_two(16, n)[-1]
+
+
+class DraftModel:
+    """Guesses of a smaller model of the same vocabulary: `Engine(.., drafter=DraftModel(small))`.
+
+    The small engine should have as many rows, and pages for their texts. Its prefix cache has the
+    full pages of a text, so a guess computes no more than the rest of it anew. Models with
+    recurrent layers have no such cache.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+        requests = [self._request(sample, most) for sample in samples]
+        while self.engine.has_work:
+            self.engine.step()
+        return [request.output.outputs[0].token_ids if request else [] for request in requests]
+
+    def _request(self, sample: Sample, most: int) -> Request | None:
+        """The text with its own noise, so that both models draw equal tokens more often.
+
+        None: the model cannot read the text, as it is too long, say.
+        """
+        settings = {name: getattr(sample.answer.params, name) for name in _SHARED}
+        params = SamplingParams(**settings, seed=sample.seed, max_tokens=most)
+        try:
+            return self.engine.add(sample.tokens.tokens, params)
+        except UserError:
+            return None

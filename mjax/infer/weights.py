@@ -99,7 +99,9 @@ def form_of(name: str | None, specs: dict) -> Form | None:
     if name is None:
         return None
     if name not in FORMS:
-        raise UserError(f"weight_dtype={name}: give fp8, or nothing for the model's own")
+        raise UserError(
+            f"weight_dtype={name} (LLM: quantization): give fp8, or nothing for the model's own"
+        )
     if codes_of(specs):
         raise UserError(
             f"weight_dtype={name}: the weights are in NF4 (lora.base=nf4), which are not rounded "

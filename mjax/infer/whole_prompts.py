@@ -14,7 +14,8 @@ from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
 from mjax.models.towers.tiles import PADDING, Tiled
 
-Item = np.ndarray | Tiled  # of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M]
+# Of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M] of sounds.
+PromptItem = np.ndarray | Tiled
 
 
 def require_generator(cfg: ModelConfig) -> None:
@@ -29,7 +30,7 @@ def require_generator(cfg: ModelConfig) -> None:
 
 
 def whole_inputs(
-    cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item], sizes: Sequence[int]
+    cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, PromptItem], sizes: Sequence[int]
 ) -> dict[str, jax.typing.ArrayLike] | None:
     """The inputs of `Decoder.extend` beside a prompt, [1, ..] each; None: it is no whole one.
 
@@ -52,7 +53,7 @@ def whole_inputs(
     }
 
 
-def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Item]) -> None:
+def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, PromptItem]) -> None:
     """Raise `UserError` unless each item has its tokens in the prompt."""
     for name in items:
         if name not in cfg.modalities:

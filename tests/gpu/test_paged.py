@@ -40,7 +40,8 @@ def test_kernels_equal_fp64(name):
     made = drawn(case, np.random.default_rng(len(name)), PAGE, TABLE, jnp.bfloat16)
     arrays = arrays_of(case, made, jnp.bfloat16)
     got = np.asarray(jax.jit(lambda a: computed(case, a, "auto"))(arrays), np.float64)
-    right = wanted(case, made)
+    with jax.default_device(jax.devices("cpu")[0]):  # cuBLASLt has no fp64
+        right = wanted(case, made)
     np.testing.assert_allclose(got, right, rtol=0, atol=0.01 * np.abs(right).max())
 
 

@@ -218,7 +218,7 @@ class Scheduler:
         if not self._decode(plan):
             return Plan(drain=True)
         left = self.limits.tokens - sum(1 + len(s.drafts) for s in plan.decode)
-        room = max(min(self.limits.chunk, left), 0)
+        room = min(self.limits.chunk, left)
         for sequence in self.running.values():
             if not sequence.sampled:
                 room = self._prefill(plan, sequence, room)
@@ -255,18 +255,20 @@ class Scheduler:
             plan.preempted.append(victim)
         for sequence in growing:
             sequence.pages += self.pool.take(1)
+        left = self.limits.tokens - len(rows)
         for sequence in rows:
             sequence.computed += 1
             sequence.flying += 1
             if sequence.drafts:
-                self._fit_drafts(sequence)
+                self._fit_drafts(sequence, left)
+                left -= len(sequence.drafts)
         plan.decode = rows
         return True
 
-    def _fit_drafts(self, sequence: Sequence) -> None:
-        """Drops drafts beyond the limit, or beyond the pages where no more are free."""
+    def _fit_drafts(self, sequence: Sequence, most: int) -> None:
+        """Drops drafts beyond `most` or the limit, or beyond the pages where no more are free."""
         drafts, size = sequence.drafts, self.pool.page
-        del drafts[sequence.limit - 1 - sequence.computed :]
+        del drafts[min(most, sequence.limit - 1 - sequence.computed) :]
         needed = self._pages(sequence.computed + len(drafts)) - len(sequence.pages)
         more = self.pool.take(max(needed, 0))
         if more is None:

@@ -26,7 +26,9 @@ from mjax.kernels.matmul.grouped import grouped_matmul, grouped_matmul8
 from mjax.sharding.spec import ParamSpec
 
 FEWEST_ROWS = 16  # of a product of 8 bits, by cuBLASLt or our kernel
-READ_BY_PARTS = ("kv_b",)  # matmuls whose weights decoding reads by parts, in other products
+# Matmuls whose weights stay as they are. Decoding reads those of kv_b by parts, in other products;
+# the others are small and make rates at which states decay.
+STAY_WIDE = ("kv_b", "ssm_dt", "delta_ba")
 ENOUGH_PROGRAMS = 256  # of our kernel that are enough for a GPU
 
 
@@ -47,8 +49,8 @@ class Channels8:
 
     @staticmethod
     def takes(spec: ParamSpec) -> bool:
-        """Whether the weight of a matmul has this form."""
-        return spec.takes_fp8 and spec.matmul not in READ_BY_PARTS and not spec.precise
+        """Whether matmuls read the weight in this form."""
+        return spec.takes_fp8 and spec.matmul not in STAY_WIDE and not spec.precise
 
     @classmethod
     def rounded(cls, value: jax.Array, inputs: int, lead: int = 0) -> "Channels8":
@@ -106,7 +108,7 @@ class Channels8:
         rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
         one = jnp.float32(1)
         y = grouped_matmul8(rows, matrices, sizes, one, x.dtype, implementation)[:count]
-        of_row = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(count), side="right")
+        of_row = jnp.sum(jnp.cumsum(sizes) <= jnp.arange(count)[:, None], -1)
         scales = jnp.take(self.scales.reshape(len(sizes), -1), of_row, axis=0, mode="clip")
         return (y * factors * scales).astype(x.dtype)
 

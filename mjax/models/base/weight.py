@@ -68,7 +68,8 @@ class Weight:
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
-        value = self.value.of_outputs(take) if self.is_coded else take(self.value)
+        has_channels = isinstance(self.value, Channels8)
+        value = self.value.of_outputs(take) if has_channels else take(self.value)
         adapter = self.adapter
         if adapter is None:
             return replace(self, value=value)

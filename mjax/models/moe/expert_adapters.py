@@ -5,6 +5,7 @@ Each expert has an adapter of its own. Rows, groups and gates are those of the e
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +44,15 @@ def adapter_down(
 
 
 def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The values [E, ..] of experts' weights with their adapters added; from NF4 in `dtype`."""
+    """The values [E, ..] of experts' weights with adapters added; from few bits in `dtype`."""
+    value = plain_value(w, dtype)
     if w.adapter is None:
-        return plain_value(w, dtype)
+        return value
 
     def of_one(one: Weight) -> jax.Array:
         return value_with_adapter(one, dtype)
 
-    return jax.vmap(of_one)(w)
+    return jax.vmap(of_one)(replace(w, value=value))
 
 
 def _matrices_of_experts(adapter: Adapter, like: jax.Array) -> tuple[jax.Array, jax.Array]:

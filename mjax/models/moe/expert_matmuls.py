@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.matmul.grouped import grouped_matmul
 from mjax.models.base.weight import Weight
 from mjax.models.moe.dispatch import (
@@ -19,14 +20,14 @@ from mjax.models.moe.dispatch import (
     sums_of_rows,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.grouped_linear import matrices_of, rows_by_experts, weight_cotangent
+from mjax.models.moe.grouped_linear import matrices_of, weight_cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
     rows = rows_of_tokens(x, dispatch)
-    h = rows_by_experts(rows, up, dispatch.sizes, expert.kernel)
+    h = _products_of_rows(rows, up, dispatch, expert.kernel)
     return h.reshape(-1, *up.value.shape[2:])
 
 
@@ -70,7 +71,7 @@ def multiply_down(
     """
     of_rows = gates_of_rows(gates, dispatch)
     rows = expert.weighted(h, of_rows)
-    y = rows_by_experts(rows, down, dispatch.sizes, expert.kernel)
+    y = _products_of_rows(rows, down, dispatch, expert.kernel)
     return sums_of_rows(y, dispatch)
 
 
@@ -101,6 +102,13 @@ def _multiply_down_backward(expert, saved, dy):
 
 
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
+
+
+def _products_of_rows(x: jax.Array, w: Weight, dispatch: Dispatch, kernel: str) -> jax.Array:
+    """Rows x [M, inputs], each times its expert's matrix, [M, outputs]."""
+    if isinstance(w.value, Channels8):
+        return w.value.grouped_product(x, dispatch.sizes, kernel)
+    return grouped_matmul(x, matrices_of(w, x.dtype), dispatch.sizes, kernel)
 
 
 def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:

@@ -5,13 +5,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.fp8.channels import Channels8
-from mjax.kernels.matmul.grouped import (
-    grouped_matmul,
-    grouped_weight_gradient,
-    grouped_weight_gradient8,
-)
-from mjax.kernels.nf4.values import Nf4, read
+from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
+from mjax.kernels.nf4.values import read
 from mjax.models.base.weight import Weight
 
 
@@ -20,15 +15,8 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
     One in NF4 is read in `dtype`.
     """
-    value = read(w.value, dtype) if isinstance(w.value, Nf4) else w.value
+    value = read(w.value, dtype) if w.is_coded else w.value
     return value.reshape(*w.value.shape[:2], -1)
-
-
-def rows_by_experts(x: jax.Array, w: Weight, sizes: jax.Array, kernel: str) -> jax.Array:
-    """Rows x [M, inputs] of experts, each times its expert's matrix, [M, outputs]."""
-    if isinstance(w.value, Channels8):
-        return w.value.grouped_product(x, sizes, kernel)
-    return grouped_matmul(x, matrices_of(w, x.dtype), sizes, kernel)
 
 
 def weight_cotangent(

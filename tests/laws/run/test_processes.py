@@ -100,6 +100,24 @@ def test_two_processes_train_save_and_resume_as_one(tmp_path):
     assert losses(again) == pytest.approx(losses(one), rel=1e-5)
 
 
+def test_two_processes_say_the_samples_of_one(tmp_path):
+    keys = ["model.vocab_size=300", "data.tokenizer=byte", "train.eval_interval=null"]
+    keys += ["data.split=[1.0,0.0,0.0]", "train.sample_prompt=[ab,hello]", "train.sample_tokens=9"]
+    keys += [
+        "train.sample_interval=1",
+        "train.steps=2",
+        "schedule.lr=0.1",
+        "mesh.dp=4",
+        "mesh.tp=2",
+    ]
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        said = finish(folder, start(folder, count, *keys))[0]
+        found.append([line for line in said.split("\n") if line.startswith("sample: ")])
+    assert found[0] == found[1] and len(found[0]) == 4 and found[0][:2] != found[0][2:]
+
+
 def test_damage_that_one_process_finds_makes_all_go_to_the_step_before(tmp_path):
     folder = tmp_path / "run"
     mesh = ["mesh.dp=8", "mesh.zero=3", "checkpoint.interval=2"]

@@ -15,7 +15,8 @@ from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, tokens_of
 from tests.adapters import drawn_adapters
-from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.laws.serving.kinds import VOCAB
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import slow
 
 NAMES = "one", "two"
@@ -24,7 +25,7 @@ NAMES = "one", "two"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Pretrained:
     """A model with two adapters of other ranks, from folders of PEFT."""
-    plain = tiny_model("keys and values", position_embedding="rope")
+    plain = tiny_model("keys and values")
     folders = []
     for rank in (2, 3):
         drawn = drawn_adapters(plain.definition.specs, rank=rank, scale=float(rank))

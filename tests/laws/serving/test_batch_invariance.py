@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mjax.infer.requests import SamplingParams
-from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.laws.serving.kinds import VOCAB
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick
 
 RNG = np.random.default_rng(3)

@@ -11,7 +11,8 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.interop.pretrained import Pretrained
-from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from tests.laws.serving.kinds import VOCAB
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import slow
 
 LENGTHS = 70, 1, 2, 33, 100
@@ -92,8 +93,8 @@ def test_scores_are_those_of_training(kind, chunk):
 @slow
 def test_recurrent_layers_and_lanes_score_as_training_does():
     assert_trained("mamba", served(engine("mamba"), asks([0] * 5)))
-    given = tiny_engine(model("cut over tp"), {"dp": 2, "tp": 2})
-    assert_trained("cut over tp", served(given, asks([2] * 5)))
+    given = tiny_engine(model("keys and values"), {"dp": 2, "tp": 2})
+    assert_trained("keys and values", served(given, asks([2] * 5)))
 
 
 def test_samples_beside_are_those_without_scores():

@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
-from mjax.infer.drafts import RepeatedText
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request
+from mjax.infer.records import Request, Sample
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.scheduler import Scheduler
-from tests.laws.serving.tiny import VOCAB, served, tiny_engine, tiny_model
+from mjax.infer.scheduling.repeated_texts import RepeatedTexts
+from mjax.infer.scheduling.scheduler import Limits, Scheduler
+from mjax.infer.small_engine import DraftModel
+from tests.laws.serving.kinds import PAGE, VOCAB
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
 
-DRAFTS, NEW, PAGE = 3, 40, 16
+DRAFTS, NEW = 3, 40
+KINDS = "keys and values", "windows alone", "latent", "experts"
 
 
 class Guesses:
@@ -24,20 +27,17 @@ class Guesses:
 
     of = staticmethod(lambda tokens, most: [])
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        return Guesses.of(list(tokens), most)
+    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+        return [Guesses.of(list(sample.tokens.tokens), most) for sample in samples]
 
 
 @pytest.fixture(autouse=True)
 def no_guesses(monkeypatch):
-    """No guesses, and pages so small that texts have many."""
-    for module in ("engine", "programs"):
-        monkeypatch.setattr(f"mjax.infer.{module}.PAGE", PAGE)
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: []))
 
 
-def drafting(kind: str, mesh: Mapping[str, int] | None = None) -> Engine:
-    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses)
+def drafting(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Engine:
+    return tiny_engine(tiny_model(kind), mesh, drafts=DRAFTS, drafter=Guesses(), **options)
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def assert_same(one: Sequence[Request], other: Sequence[Request]) -> None:
             assert mine == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", quick(("keys and values", "windows", "latent", "experts"), 0))
+@pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_tokens_are_those_without_drafts(kind, monkeypatch):
     given = engine(kind)
     plain = served(emptied(given), asks())
@@ -107,7 +107,7 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 1)))
     tight = served(emptied(given, pages=6), asks())
     assert_same(plain, tight)
-    assert max(r.samples[0].tokens.admissions for r in tight) > 1 or kind == "windows"
+    assert max(r.samples[0].tokens.admissions for r in tight) > 1 or kind == "windows alone"
 
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: [7] * most))
     assert_same(plain, served(emptied(given), asks()))
@@ -116,22 +116,40 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
 @slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}])
 def test_lanes_and_cut_heads_verify_as_one_device_does(mesh, monkeypatch):
-    plain = served(engine("cut over tp"), asks())
+    plain = served(engine("keys and values"), asks())
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 0)))
-    given = drafting("cut over tp", mesh)
+    given = drafting("keys and values", mesh)
     assert_same(plain, served(given, asks()))
     assert given.accepted > 20
+
+
+@slow
+def test_bits_do_not_depend_on_guesses_of_others(monkeypatch):
+    given = drafting("keys and values", batch_invariant=True)
+    plain = served(given, asks())
+    monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 0)))
+    for one, other in zip(plain, served(emptied(given), asks()), strict=True):
+        assert one.output.outputs[0].logprobs == other.output.outputs[0].logprobs
 
 
 def test_a_text_that_repeats_comes_in_few_steps(monkeypatch):
     """It also shows that rules of a row hold in all its places."""
     given = emptied(engine("keys and values"))
-    drafter = RepeatedText()
-    monkeypatch.setattr(Guesses, "of", staticmethod(drafter.propose))
+    monkeypatch.setattr(given, "_drafter", RepeatedTexts())
     params = SamplingParams(max_tokens=21, allowed_token_ids=[5])
     [request] = served(given, [([1, 5, 5, 5], params)])
     assert request.output.outputs[0].token_ids == [5] * 21
     assert (given.verified, given.accepted) == (5, 15)
+
+
+@slow
+def test_a_model_guesses_its_own_tokens_at_every_temperature():
+    model = tiny_model("keys and values")
+    plain = served(engine("keys and values"), asks())
+    small = tiny_engine(model, limits=Limits(rows=2, chunk=32, length=80))
+    given = tiny_engine(model, drafts=DRAFTS, drafter=DraftModel(small))
+    assert_same(plain, served(given, asks()))
+    assert given.accepted > 0.9 * DRAFTS * (given.verified - len(plain))  # fewer at the ends
 
 
 def test_rules_that_depend_on_the_text_exclude_drafts(monkeypatch):

@@ -57,7 +57,17 @@ class Operations:
             assert most > toy.pool.pages - 1 and "cache pages" in str(error)
 
     def step(self) -> None:
+        for sequence in self.toy.scheduler.running.values():
+            if sequence.waits and sequence.sampled and not sequence.flying:
+                sequence.drafts = self.guess(sequence)
         self.toy.step()
+
+    def guess(self, sequence: Sequence) -> list[int]:
+        """Drafts, of which one may be wrong."""
+        known, wrong = list(sequence.tokens), self.draw(0, 9)
+        for number in range(self.draw(0, 7)):
+            known.append(sample(known, sequence.salt) + (number == wrong))
+        return known[len(sequence.tokens) :]
 
     def read(self) -> None:
         for _ in range(min(len(self.toy.in_flight), self.draw(1, 9))):
@@ -149,7 +159,7 @@ def test_random_operations_keep_every_law(operations):
     """Each token reads its own history, each sequence ends, pages are counted (`Toy`)."""
     source = random.Random(operations)
     names = ["add", "step", "read", "abort", "forget"]
-    done = preemptions = hits = 0
+    done = preemptions = hits = drafted = 0
     while done < operations:
         toy = random_engine(source.randint)
         run = Operations(toy, source.randint)
@@ -159,8 +169,10 @@ def test_random_operations_keep_every_law(operations):
             done += 1
         toy.finish()
         preemptions += toy.preemptions
+        drafted += toy.drafted
         hits += sum(sequence.hits for sequence in toy.clients)
     assert preemptions > operations / 1000 and hits > operations / 20
+    assert drafted > operations / 100
 
 
 def add(toy: Toy, tokens, new=4, **fields) -> Sequence:

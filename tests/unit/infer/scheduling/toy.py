@@ -44,9 +44,9 @@ class Toy:
         self.clients: dict[Sequence, Client] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}
-        self.in_flight: deque[tuple[Client, int | None]] = deque()
+        self.in_flight: deque[tuple[Client, list[int]]] = deque()
         self.computed = Counter()  # prompt tokens by sequence
-        self.preemptions = 0
+        self.preemptions = self.drafted = 0
         self.weights = 0  # their version
 
     def add(self, sequence: Sequence) -> None:
@@ -65,14 +65,18 @@ class Toy:
 
     def read(self) -> None:
         """Reads the oldest sample in flight, and finishes its sequence if that was the last."""
-        client, token = self.in_flight.popleft()
+        client, tokens = self.in_flight.popleft()
         sequence = client.sequence
-        before = list(sequence.tokens)
-        if token is not None:
-            self.scheduler.read(sequence, token)
-        if client.has_ended:
-            assert sequence.tokens == before
-        elif len(sequence.tokens) == sequence.limit or token == END:
+        for number, token in enumerate(tokens):
+            before = list(sequence.tokens)
+            self.scheduler.read(sequence, token, after_draft=number > 0)
+            assert not client.has_ended or sequence.tokens == before
+            self._end(client, token == END)
+        self._end(client, False)
+
+    def _end(self, client: Client, is_end: bool) -> None:
+        sequence = client.sequence
+        if not client.has_ended and (is_end or len(sequence.tokens) == sequence.limit):
             assert sequence.tokens == reference(sequence, client.prompt)
             self.scheduler.finish(sequence)
             client.has_ended = True
@@ -85,7 +89,8 @@ class Toy:
         has_work = any(not client.has_ended for client in self.clients.values())
         running = list(self.scheduler.running.values())
         plan = self.scheduler.plan()
-        rows = len(plan.decode) + sum(chunk.count for chunk in plan.chunks)
+        rows = sum(1 + len(sequence.drafts) for sequence in plan.decode)
+        rows += sum(chunk.count for chunk in plan.chunks)
         if has_work:
             assert rows or plan.preempted or self.in_flight
             assert rows or plan.preempted or plan.drain
@@ -141,13 +146,30 @@ class Toy:
         for sequence, first, count, samples in work:
             client = self.clients[sequence]
             if samples:
-                token = sample(client.tokens, sequence.salt)
-                client.tokens.append(token)
-                assert len(client.tokens) <= sequence.limit
-                self.last[sequence.slot] = token
-                self.in_flight.append((client, token))
+                kept = self._draw(client, sequence.drafts)
+                self.last[sequence.slot] = kept[-1]
+                self.in_flight.append((client, kept))
             elif first + count == sequence.limit:
-                self.in_flight.append((client, None))
+                self.in_flight.append((client, []))
+
+    def _draw(self, client: Client, drafts: list[int]) -> list[int]:
+        """Draws after the tokens and after each right draft, whose entries stay."""
+        sequence, entries = client.sequence, list(client.entries)
+        for position, draft in enumerate(drafts, len(entries)):
+            entries.append(hash((entries[-1], draft, self.weights)))
+            number, place = divmod(position, self.pool.page)
+            assert sequence.pages[number]
+            self.cells[sequence.pages[number], place] = entries[-1]
+        kept = []
+        for draft in [*drafts, None]:
+            kept.append(sample(client.tokens, sequence.salt))
+            client.tokens.append(kept[-1])
+            if kept[-1] != draft:
+                break
+        client.entries = entries[: len(client.entries) + len(kept) - 1]
+        self.drafted += len(kept) - 1
+        assert len(client.tokens) <= sequence.limit
+        return kept
 
     def _write(self, client: Client, first: int, end: int) -> None:
         pages, page = client.sequence.pages, self.pool.page

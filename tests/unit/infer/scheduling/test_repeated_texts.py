@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mjax.infer.drafts import RepeatedText
+from mjax.infer.scheduling.repeated_texts import RepeatedText
 
 
 def by_search(tokens: list[int], most: int) -> list[int]:
@@ -24,7 +24,7 @@ def test_guesses_are_those_of_a_search_at_every_length():
         text, drafter = rng.integers(0, letters, 60).tolist(), RepeatedText()
         # Several tokens may come at a time.
         for length in sorted({*rng.integers(1, 60, 40).tolist(), 1, 2, 60}):
-            assert drafter.propose(text[:length], 5) == by_search(text[:length], 5)
+            assert drafter.guess(text[:length], 5) == by_search(text[:length], 5)
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_guesses_are_those_of_a_search_at_every_length():
     ],
 )
 def test_guesses_go_on_as_the_latest_longest_match_did(tokens, guesses):
-    assert RepeatedText().propose(tokens, 4) == guesses
+    assert RepeatedText().guess(tokens, 4) == guesses
