@@ -184,6 +184,8 @@ class Engine:
         prompt = ids_of(prompt)
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
+        if self._params is None:
+            raise UserError("the engine slept without weights; give them by update_weights")
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)

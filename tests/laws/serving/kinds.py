@@ -115,13 +115,22 @@ def on_mesh(definition: Definition, params: dict, mesh: Mapping[str, int]) -> di
     return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(made, s)), params, places)
 
 
-def make_engine(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Engine:
-    """A new engine with few pages and rows."""
+def make_engine(
+    kind: str, mesh: Mapping[str, int] | None = None, *, all_sizes: bool = False, **options
+) -> Engine:
+    """A new engine with few pages and rows.
+
+    all_sizes: programs have as few rows and tokens as work needs; else the most, so that few are
+    compiled.
+    """
     cfg, definition, params, _ = model(kind)
     params = on_mesh(definition, params, mesh) if mesh else params
     limits = options.pop("limits", Limits(rows=ROWS, chunk=CHUNK, length=LENGTH))
     given = {"dtype": "float32", "tokenizer": LETTERS, "pages": PAGES} | options
-    return Engine(definition, params, cfg, limits=limits, **given)
+    made = Engine(definition, params, cfg, limits=limits, **given)
+    if not all_sizes:
+        made._sizes = tuple(sizes[-1:] for sizes in made._sizes)
+    return made
 
 
 @functools.cache

@@ -181,7 +181,7 @@ def test_a_structured_text_has_its_form_whatever_runs_beside_it():
 
 
 def test_a_warm_engine_compiles_nothing_for_200_random_requests():
-    given = make_engine(KIND, limits=Limits(rows=2, chunk=16, length=64), pages=9)
+    given = make_engine(KIND, limits=Limits(rows=2, chunk=16, length=64), pages=9, all_sizes=True)
     compiled = given.warm_up()
     rng = np.random.default_rng(3)
     asks = []

@@ -87,7 +87,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("limits", quick(ODD, 4))
+@pytest.mark.parametrize("limits", quick(ODD))
 def test_odd_limits_serve_as_any_other(limits):
     given = make_engine(KIND, limits=Limits(**({"rows": 4, "chunk": 64, "length": 128} | limits)))
     assert given.limits.length == LENGTH

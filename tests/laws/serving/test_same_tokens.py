@@ -66,9 +66,13 @@ def check_all(kind, given):
     assert hits == [0, 0, 0] if recurrent else hits[0] == 48 and hits[2] >= 32, hits
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, 1, 7))
-def test_greedy_tokens_are_the_plain_forwards(kind):
-    check_all(kind, engine(kind))
+CASES = [("windows in turn", True), ("hybrid", False)]  # kind, and whether with all sizes
+CASES += [(kind, True) for kind in KINDS if kind != "windows in turn"]
+
+
+@pytest.mark.parametrize("kind, all_sizes", quick(CASES, 0, 1))
+def test_greedy_tokens_are_the_plain_forwards(kind, all_sizes):
+    check_all(kind, engine(kind, all_sizes=all_sizes))
 
 
 def test_a_preempted_sample_that_gets_its_slot_again_gets_other_pages():
@@ -118,11 +122,9 @@ def test_greedy_tokens_are_the_plain_forwards_on_a_mesh(kind, mesh):
         assert tokens_of(outputs) == tokens_of(outputs[: len(ASKS)] * (len(asks) // len(ASKS)))
 
 
-# Logits at whole pages of their own dtype: neighbors and what fills a program change no bit.
 @pytest.mark.parametrize("kind", quick(["windows in turn", "hybrid"], 0))
-def test_in_one_compiled_size_neighbors_change_no_bit(kind, monkeypatch):
+def test_in_one_compiled_size_neighbors_change_no_bit(kind):
     given = engine(kind)
-    monkeypatch.setattr(given, "_sizes", ([4], [64]))
     alone = [served(emptied(given), [ask])[0] for ask in ASKS[:4]]
     together = served(emptied(given), ASKS[:4])
     assert tokens_of(together) == tokens_of(alone)

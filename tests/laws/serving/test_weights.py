@@ -152,6 +152,17 @@ def test_sleep_frees_caches_and_wakes_to_the_same_tokens(given, others):
     assert tokens_of(after) == wanted and after[0].num_cached_tokens == 0
 
 
+def test_an_engine_that_slept_without_weights_wants_some(given, others):
+    wanted = tokens_of(served(given, ASKS))
+    given.sleep(weights=True)
+    given.wake()
+    with pytest.raises(UserError, match="without weights"):
+        given.add([1], SamplingParams())
+    _, definition, params, _ = model(KIND)
+    given.update_weights(on_mesh(definition, params, {"tp": 2}))
+    assert tokens_of(served(given, ASKS)) == wanted
+
+
 def test_weights_of_another_model_change_nothing(given):
     wanted = tokens_of(served(given, ASKS))
     params = model(KIND).params
