@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from mjax.errors import first_line
-from mjax.infer.engine import Engine, Update
+from mjax.infer.engine import Engine
+from mjax.infer.records import TokenUpdate
 from mjax.infer.requests import SamplingParams
 
 Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue]  # of (update or error, whether the last)
@@ -42,7 +43,7 @@ class AsyncEngine:
         *,
         request_id: str,
         text: str | None = None,
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncIterator[TokenUpdate]:
         """Yield the updates of a request; the last one's `request.output` is finished.
 
         A caller that leaves early aborts the request. Raises `UserError` for one that cannot be
@@ -91,7 +92,7 @@ class AsyncEngine:
             request = self.engine.requests.get(request_id)
             self.engine.abort(request_id)
             if request is not None:
-                self._send([Update(request, request.samples[-1], "")])
+                self._send([TokenUpdate(request, request.samples[-1], "")])
 
         await self.call(abort)
 
@@ -145,7 +146,7 @@ class AsyncEngine:
             wait = False
         return True
 
-    def _send(self, updates: list[Update]) -> None:
+    def _send(self, updates: list[TokenUpdate]) -> None:
         """Give updates to their streams, each with whether it is its request's last one."""
         last = {update.request: update for update in updates if update.request.output.finished}
         for update in updates:

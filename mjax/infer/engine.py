@@ -42,20 +42,20 @@ from mjax.infer.records import (
     Launched,
     Records,
     Request,
-    Sample,
-    Update,
-    Work,
+    RequestSample,
+    RowWork,
+    TokenUpdate,
     drafts_of,
     flat_ids,
     holding,
     kept_places,
     powers_of_two,
     read_scores,
-    rules_of,
+    rules_of_rows,
     shown_tokens,
     united,
 )
-from mjax.infer.requests import Answer, RequestOutput, SamplingParams, resolve
+from mjax.infer.requests import Answer, RequestOutput, SamplingParams, token_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
@@ -137,7 +137,7 @@ class Engine:
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
         self._flying: deque[Launched] = deque()
-        self._of_tokens: dict[Tokens, Sample] = {}
+        self._of_tokens: dict[Tokens, RequestSample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self.version, self._paused, self._sleeps = 0, False, False
@@ -189,7 +189,7 @@ class Engine:
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
-        rules = resolve(params, self.tokenizer, self.cfg.vocab_size, self.eos)
+        rules = token_rules(params, self.tokenizer, self.cfg.vocab_size, self.eos)
         inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
         begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
@@ -208,7 +208,7 @@ class Engine:
             wanted = params.logprobs or params.prompt_logprobs
             top = min(_TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
-            sample = Sample(request, answer, tokens, seed, draws, lane)
+            sample = RequestSample(request, answer, tokens, seed, draws, lane)
             sample.adapter = self.adapters.get(params.adapter, 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)
@@ -228,11 +228,11 @@ class Engine:
         """Whether a step has anything to do; a paused engine has not."""
         return bool(self._flying or (self.requests and not self._paused))
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[TokenUpdate]:
         """Launch the next work of all lanes and return tokens of the work before."""
         if self._paused:
             return self._read(all_but=0)
-        found: list[Update] = []
+        found: list[TokenUpdate] = []
         self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
         before = len(self._flying)
@@ -241,7 +241,7 @@ class Engine:
             # Samples of a plan may have ended since: a later lane may have read all tokens.
             rows = [t for t in plan.decode if t in self._of_tokens]
             chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
-            decode.append([Work(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
+            decode.append([RowWork(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
             prefill.append(list(map(self._work, chunks)))
         if any(decode):
             rows = holding(self._sizes[0], max(map(len, decode)))
@@ -262,7 +262,7 @@ class Engine:
 
     # ---- weights and memory ----------------------------------------------------------------------
 
-    def pause(self) -> list[Update]:
+    def pause(self) -> list[TokenUpdate]:
         """Launch nothing more; returns the tokens in flight. Requests stay where they are."""
         self._paused = True
         return self._read(all_but=0)
@@ -271,7 +271,7 @@ class Engine:
         """Go on after `pause`."""
         self._paused = False
 
-    def update_weights(self, params: dict, *, donate: bool = False) -> list[Update]:
+    def update_weights(self, params: dict, *, donate: bool = False) -> list[TokenUpdate]:
         """Go on with other weights of the same model and mesh, without a new compile.
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
@@ -334,7 +334,7 @@ class Engine:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def _plan(self, lane: Scheduler, found: list[Update]) -> Plan:
+    def _plan(self, lane: Scheduler, found: list[TokenUpdate]) -> Plan:
         """The plan of a lane; `found` gets the tokens that had to be read first."""
         plan = lane.plan()
         if not plan.drain:
@@ -352,16 +352,20 @@ class Engine:
         for sample, drafts in zip(rows, proposed, strict=True):
             sample.tokens.drafts = drafts[: self._drafts]
 
-    def _work(self, chunk: Chunk) -> Work:
-        return Work(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
+    def _work(self, chunk: Chunk) -> RowWork:
+        return RowWork(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
-    def _inputs(self, sample: Sample) -> Mapping:
+    def _inputs(self, sample: RequestSample) -> Mapping:
         """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
         lanes = len(self.lanes)
         return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
 
     def _prefill(
-        self, work: list[list[Work]], rows: int, sizes: Sequence[int], inputs: Mapping | None = None
+        self,
+        work: list[list[RowWork]],
+        rows: int,
+        sizes: Sequence[int],
+        inputs: Mapping | None = None,
     ) -> None:
         """Launch a program of prefill."""
         self.prefills += 1
@@ -370,11 +374,11 @@ class Engine:
             labels = flat_ids(work, sizes, ahead=1)
         self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
 
-    def _launch(self, work: list[list[Work]], rows: int, given: StepTokens) -> None:
+    def _launch(self, work: list[list[RowWork]], rows: int, given: StepTokens) -> None:
         """Launch a program for the work of all lanes."""
         records = self._records.write(work, rows)
-        places: list[Sample | None] = [None] * len(records)
-        samples: dict[int, Sample] = {}
+        places: list[RequestSample | None] = [None] * len(records)
+        samples: dict[int, RequestSample] = {}
         for number, entries in enumerate(work):
             for place, entry in enumerate(entries, number * rows):
                 places[place] = entry.sample
@@ -382,7 +386,7 @@ class Engine:
                     samples[place] = entry.sample
         if self._state is None:
             self._state = self.programs.empty()
-        rules = rules_of(places, self.cfg.vocab_size)
+        rules = rules_of_rows(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
@@ -405,7 +409,7 @@ class Engine:
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self._compiled[key]
 
-    def _count(self, samples: Iterable[Sample]) -> None:
+    def _count(self, samples: Iterable[RequestSample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
         self._begin_counts()
         for sample in samples:
@@ -428,7 +432,7 @@ class Engine:
 
     # ---- results ---------------------------------------------------------------------------------
 
-    def _read(self, all_but: int) -> list[Update]:
+    def _read(self, all_but: int) -> list[TokenUpdate]:
         """The tokens of programs in flight but the last launched ones; waits for them."""
         found = []
         while len(self._flying) > all_but:
@@ -441,13 +445,13 @@ class Engine:
                 for number in kept:
                     if not sample.has_ended:
                         text = self._push(sample, drawn, number, version, number > kept[0])
-                        found.append(Update(sample.request, sample, text))
+                        found.append(TokenUpdate(sample.request, sample, text))
                 self.verified += drafts is not None and drafts[place, 0] >= 0
                 self.accepted += len(kept) - 1
         return found
 
     def _push(
-        self, sample: Sample, drawn: Drawn, place: int, version: int, after_draft: bool
+        self, sample: RequestSample, drawn: Drawn, place: int, version: int, after_draft: bool
     ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
@@ -461,7 +465,7 @@ class Engine:
             self._end(sample)
         return text
 
-    def _end(self, sample: Sample) -> None:
+    def _end(self, sample: RequestSample) -> None:
         """Give back what a sample has, and end its request with its last one."""
         output = sample.request.output
         output.num_cached_tokens = max(output.num_cached_tokens, sample.tokens.hits)

@@ -21,12 +21,12 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
-from mjax.interop.adapter_stack import with_adapters
+from mjax.interop.adapter_stack import with_stack
 from mjax.interop.pretrained import from_pretrained
 from mjax.json_file import read_json
 from mjax.sharding.mesh import make_mesh
 
-_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -78,7 +78,7 @@ class LLM:
         dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
         if adapters:
-            loaded = with_adapters(loaded, adapters.values())
+            loaded = with_stack(loaded, adapters.values())
         name = tokenizer or tokenizer_of(model)
         self.folder = loaded.tokenizer_dir
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
@@ -109,7 +109,7 @@ class LLM:
         if self.folder is None:
             return SamplingParams()
         said = read_json(self.folder / "generation_config.json", missing={})
-        given = {name: said[name] for name in _GENERATION if said.get(name) is not None}
+        given = {name: said[name] for name in _GENERATION_KEYS if said.get(name) is not None}
         if not said.get("do_sample", True):
             given = {name: given[name] for name in given if name == "repetition_penalty"}
         return SamplingParams(**given)

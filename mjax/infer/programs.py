@@ -26,16 +26,16 @@ from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE, PagedKeysValues, PagedLatents
 from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
 from mjax.infer.sample import (
-    Counts,
     Drawn,
     DrawRows,
     Draws,
     RowRules,
     Sampling,
     Scored,
-    draw,
+    TokenCounts,
+    draw_tokens,
+    kept_drafts,
     scored,
-    verify,
 )
 from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
@@ -53,7 +53,7 @@ from mjax.sharding.mesh import on_shards, parallel_of
 from mjax.sharding.rules import partition
 
 _LOGITS = 2**26  # fp32 numbers that scores of prompts make at a time
-_SPARE = 0.03  # of memory that caches leave free
+_SPARE_MEMORY = 0.03  # of memory that caches leave free
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
 
 
@@ -102,7 +102,7 @@ class StepTokens(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """What stays on the device from step to step.
+    """The values that stay on the device from step to step.
 
     caches: of each layer, in pages or slots.
     last: int32 [rows + 1], the last token of each slot; the slot after all is for no row.
@@ -111,7 +111,7 @@ class StepState(NamedTuple):
 
     caches: Caches
     last: jax.Array
-    counts: Counts | None = None
+    counts: TokenCounts | None = None
 
 
 def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
@@ -174,7 +174,7 @@ def fitting_pages(
         memory = programs.lowered(params, tokens, rows).compile().memory_analysis()
         scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
     # As much again is for the compiler's trials and for holes between arrays.
-    spare = 2 * scratch + _SPARE * stats["bytes_limit"]
+    spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]
     pages = int((free - spare) // (two - one))
     if pages < sizes.width + 2:
         raise UserError(
@@ -257,24 +257,27 @@ class EnginePrograms:
 
     def _empty(self) -> StepState:
         def cache(spec: CacheSpec) -> jax.Array:
-            shape = spec.shape[0] * self.lanes, *spec.shape[1:]
-            return jnp.zeros(shape, spec.dtype or self.dtype)
+            first, *rest = spec.shape
+            dtype = spec.dtype or self.dtype
+            return jnp.zeros((first * self.lanes, *rest), dtype)
 
+        caches = jax.tree.map(cache, self.specs)
         slots = self.lanes * (self.sizes.rows + 1)
-        return StepState(jax.tree.map(cache, self.specs), jnp.zeros(slots, jnp.int32))
+        last = jnp.zeros(slots, jnp.int32)
+        return StepState(caches, last)
 
     def empty(self) -> StepState:
-        """The state without rows. What pages hold before they are written is never read."""
+        """The state without rows; pages are never read before they are written."""
         return jax.jit(self._empty, out_shardings=self._shardings(self._states(False)))()
 
-    def empty_counts(self) -> Counts:
+    def empty_counts(self) -> TokenCounts:
         """Counts of no tokens."""
         shape = self.lanes * (self.sizes.rows + 1), self.cfg.vocab_size
 
-        def make() -> Counts:
-            return Counts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
+        def make() -> TokenCounts:
+            return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
 
-        return jax.jit(make, out_shardings=self._shardings(Counts(self.rows, self.rows)))()
+        return jax.jit(make, out_shardings=self._shardings(TokenCounts(self.rows, self.rows)))()
 
     @functools.cached_property
     def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None]]:
@@ -293,15 +296,27 @@ class EnginePrograms:
         slot: int32 [], over all lanes. ids: int32 [N], -1: none. is_output: bool [N].
         """
 
-        def counted(state: StepState, slot, ids, is_output) -> StepState:
-            where = jnp.where(ids < 0, self.cfg.vocab_size, ids)
-            prompt = state.counts.prompt.at[slot].set(False)
-            outputs = state.counts.outputs.at[slot].set(0)
-            prompt = prompt.at[slot, where].max(~is_output, mode="drop")
-            outputs = outputs.at[slot, where].add(is_output.astype(jnp.int32), mode="drop")
-            return state._replace(counts=Counts(prompt, outputs))
+        return jax.jit(self._counted, donate_argnames="state")
 
-        return jax.jit(counted, donate_argnames="state")
+    def _counted(
+        self,
+        state: StepState,
+        slot: jax.Array,
+        ids: jax.Array,
+        is_output: jax.Array,
+    ) -> StepState:
+        size = self.cfg.vocab_size
+        where = jnp.where(ids < 0, size, ids)
+        in_prompt = jnp.zeros(size, bool)
+        in_prompt = in_prompt.at[where].max(~is_output, mode="drop")
+        times = jnp.zeros(size, jnp.int32)
+        times = times.at[where].add(is_output, mode="drop")
+        counts = state.counts
+        counts = TokenCounts(
+            counts.prompt.at[slot].set(in_prompt),
+            counts.outputs.at[slot].set(times),
+        )
+        return state._replace(counts=counts)
 
     def _step(self, params, state: StepState, tokens, records, rules: RowRules, draws: Draws):
         function = functools.partial(self._on_lane, draws)
@@ -321,7 +336,7 @@ class EnginePrograms:
         self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
     ) -> tuple[StepState, Drawn, Scored | None]:
         model = self.definition.bind(params, self.parallel)
-        row = unpacked(records, record_dtype(self.sizes.width))
+        row = fields_of_records(records, record_dtype(self.sizes.width))
         ids, info = self._tokens(state, tokens, row)
         new = info.new
         # Kernels of training have no mask for the keys of a source that lie in slots.
@@ -334,11 +349,11 @@ class EnginePrograms:
         if new.each is None:
             x = x[jnp.maximum(new.rows.starts[1:] - 1, 0)]
         rows = self._draw_rows(state, row, rules, new.each or 1)
-        drawn = draw(model.logits(x, self.parallel), rows, draws)
+        drawn = draw_tokens(model.logits(x, self.parallel), rows, draws)
         token, counts = drawn.token, state.counts
         if tokens.drafts is not None:
             each = token.reshape(-1, new.each)
-            accepted = verify(tokens.drafts, each)
+            accepted = kept_drafts(tokens.drafts, each)
             token = jnp.take_along_axis(each, accepted[:, None], 1)[:, 0]
         slot = jnp.where(row["samples"] == 1, row["slot"], self.sizes.rows)
         if draws.penalties:
@@ -396,7 +411,7 @@ class EnginePrograms:
         return ids, info
 
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
-        """The rows of `draw`, of each record `each` one after the other."""
+        """The rows of `draw_tokens`, of each record `each` one after the other."""
         settings = {f.name: row[f.name] for f in fields(Sampling)}
         counts = state.counts
         if counts is not None:
@@ -414,7 +429,7 @@ class EnginePrograms:
         def of_cache(spec: CacheSpec) -> PartitionSpec:
             return PartitionSpec(*self.rows, *self._tail(spec))
 
-        counts = Counts(self.rows, self.rows) if has_counts else None
+        counts = TokenCounts(self.rows, self.rows) if has_counts else None
         return StepState(jax.tree.map(of_cache, self.specs), self.rows, counts)
 
     def _tail(self, spec: CacheSpec) -> PartitionSpec:
@@ -429,7 +444,7 @@ class EnginePrograms:
         return jax.tree.map(of_mesh, partitions, is_leaf=lambda p: isinstance(p, PartitionSpec))
 
 
-def unpacked(records: jax.Array, dtype: np.dtype) -> dict[str, jax.Array]:
+def fields_of_records(records: jax.Array, dtype: np.dtype) -> dict[str, jax.Array]:
     """The fields of records int32 [R, C]: [R] each, and [R, width] of a field of several."""
     found = {}
     for name, (kind, offset) in dtype.fields.items():

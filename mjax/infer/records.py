@@ -1,4 +1,4 @@
-"""What the host writes for a step: a record for each row, flat ids of prompts, rules of tokens.
+"""The inputs of a step: a record for each row, flat ids of prompts, rules of tokens.
 
 A sample's settings are written when it takes a slot, and its table when its pages change, so a step
 of decoding copies records and fills in lengths. Invariant: a record says all that its row depends
@@ -29,11 +29,11 @@ class Request:
     params: SamplingParams
     given: int
     inputs: Mapping | None = None
-    samples: list["Sample"] = field(default_factory=list)
+    samples: list["RequestSample"] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Sample:
+class RequestSample:
     """One sample of a request.
 
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
@@ -77,20 +77,20 @@ class Sample:
         return self.answer.output.finish_reason is not None
 
 
-class Work(NamedTuple):
+class RowWork(NamedTuple):
     """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws."""
 
-    sample: Sample
+    sample: RequestSample
     first: int
     count: int
     samples: bool
 
 
-class Update(NamedTuple):
+class TokenUpdate(NamedTuple):
     """A new token of a sample: text is what became certain with it."""
 
     request: Request
-    sample: Sample
+    sample: RequestSample
     text: str
 
 
@@ -103,10 +103,10 @@ class Launched(NamedTuple):
 
     drawn: Drawn
     scores: Scored | None
-    samples: dict[int, Sample]
+    samples: dict[int, RequestSample]
     version: int
     drafts: np.ndarray | None
-    work: list[list[Work]]
+    work: list[list[RowWork]]
 
 
 class Records:
@@ -119,7 +119,7 @@ class Records:
         self._of_slots = np.zeros((lanes, limits.rows + 1), self.dtype)
         self._of_slots["slot"] = np.arange(limits.rows + 1)
 
-    def write(self, work: Sequence[Sequence[Work]], rows: int) -> np.ndarray:
+    def write(self, work: Sequence[Sequence[RowWork]], rows: int) -> np.ndarray:
         """The records of a step for the work of each lane, int32 [lanes * rows, C]."""
         lanes = [self._of_lane(lane, rows) for lane in work]
         return np.concatenate(lanes)
@@ -128,7 +128,7 @@ class Records:
         """The records of a step without work."""
         return self.write([[]] * len(self._of_slots), rows)
 
-    def _of_lane(self, work: Sequence[Work], rows: int) -> np.ndarray:
+    def _of_lane(self, work: Sequence[RowWork], rows: int) -> np.ndarray:
         lane = self._of_slots[work[0].sample.lane if work else 0]
         for entry in work:
             self._update(lane, entry.sample)
@@ -141,7 +141,7 @@ class Records:
         own["samples"] = [entry.samples for entry in work]
         return records.view(np.int32).reshape(rows, -1)
 
-    def _update(self, lane: np.ndarray, sample: Sample) -> None:
+    def _update(self, lane: np.ndarray, sample: RequestSample) -> None:
         """Write what has changed of a sample's record."""
         tokens = sample.tokens
         if sample.written != tokens.admissions:  # others may have had the slot meanwhile
@@ -158,7 +158,9 @@ class Records:
             lane["table"][tokens.slot, : len(tokens.pages)] = tokens.pages
 
 
-def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int], *, ahead: int = 0) -> np.ndarray:
+def flat_ids(
+    work: Sequence[Sequence[RowWork]], sizes: Sequence[int], *, ahead: int = 0
+) -> np.ndarray:
     """The tokens of prefill, int32 [lanes, T]; T is the first of `sizes` that holds all.
 
     `ahead`: take the token so many places after each; 0 where it is not known.
@@ -177,7 +179,7 @@ def flat_ids(work: Sequence[Sequence[Work]], sizes: Sequence[int], *, ahead: int
 
 
 def drafts_of(
-    work: Sequence[Sequence[Work]], rows: int, most: int, always: bool
+    work: Sequence[Sequence[RowWork]], rows: int, most: int, always: bool
 ) -> np.ndarray | None:
     """The drafts of a step of decoding, int32 [lanes * rows, most], -1: none; None: no row has any.
 
@@ -215,7 +217,7 @@ def shown_tokens(found: Drawn | Scored, place: int, count: int) -> dict[int, flo
     return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def read_scores(work: Sequence[Sequence[Work]], scores: Scored) -> None:
+def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
     """Add to prompts that want it how likely their tokens are; `scores` [lanes * T] of `work`."""
     size = len(scores.logprob) // len(work)
     for number, lane in enumerate(work):
@@ -233,7 +235,7 @@ def read_scores(work: Sequence[Sequence[Work]], scores: Scored) -> None:
             place += count
 
 
-def rules_of(places: Sequence[Sample | None], vocabulary: int) -> RowRules:
+def rules_of_rows(places: Sequence[RequestSample | None], vocabulary: int) -> RowRules:
     """The rules of the rows of a step; None: a row without work."""
     if not any(sample is not None and sample.has_rules for sample in places):
         return RowRules()
@@ -244,7 +246,7 @@ def rules_of(places: Sequence[Sample | None], vocabulary: int) -> RowRules:
 
 
 def united(kinds: Sequence[Draws]) -> Draws:
-    """What some row of a step needs."""
+    """The draws that some row of a step needs."""
     return Draws(
         random=any(kind.random for kind in kinds),
         limited=any(kind.limited for kind in kinds),

@@ -1,7 +1,7 @@
 """Requests for texts, with vLLM's names of fields, and what comes back.
 
 `SamplingParams` is checked where it is made: each mistake is one line that names its field.
-`resolve` turns it into ids of a vocabulary. `Answer` follows one sample while it is made: its
+`token_rules` turns it into ids of a vocabulary. `Answer` follows one sample while it is made: its
 text, its end, and the tokens that it may not draw next.
 """
 
@@ -31,7 +31,7 @@ from mjax.infer.text import TextStream
 _MOST = 1024  # entries of a list
 
 
-def _whole_number(text: Any) -> Any:
+def _integer(text: Any) -> Any:
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
@@ -53,7 +53,7 @@ _Texts = Annotated[
     Field(max_length=64),
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
-_Key = Annotated[_Id, BeforeValidator(_whole_number)]  # keys of JSON are texts
+_Key = Annotated[_Id, BeforeValidator(_integer)]  # keys of JSON are texts
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Shown = Annotated[int, Field(ge=0, le=20)]  # tokens of which log-probabilities are shown
 
@@ -206,7 +206,7 @@ class TokenRules:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-def resolve(
+def token_rules(
     params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int, eos: Sequence[int] = ()
 ) -> TokenRules:
     """The ids of a request for a model of `vocabulary` tokens that ends texts with one of `eos`.
@@ -440,10 +440,10 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     given = [mask for mask in masks if mask is not None]
     ids, values, banned, allowed = None, None, None, None
     if any(biases):
-        ids = _columns([[*bias] for bias in biases], np.int32, -1)
-        values = _columns([[*bias.values()] for bias in biases], np.float32, 0)
+        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
+        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
     if any(bans):
-        banned = _columns(bans, np.int32, -1)
+        banned = _padded_columns(bans, np.int32, -1)
     if given:
         allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
         for row, mask in enumerate(masks):
@@ -451,7 +451,7 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     return RowRules(ids, values, allowed, banned)
 
 
-def _columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
     """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
     width, longest = 16, max(map(len, rows))
     while width < longest:

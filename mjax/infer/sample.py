@@ -129,7 +129,7 @@ class RowRules:
 
 @register_dataclass
 @dataclass(frozen=True)
-class Counts:
+class TokenCounts:
     """Tokens of rows so far, which penalties read.
 
     prompt: bool [R, V], whether a token is in the prompt.
@@ -154,7 +154,7 @@ class DrawRows:
     seed: jax.Array
     index: jax.Array
     position: jax.Array
-    counts: Counts | None = None
+    counts: TokenCounts | None = None
     rules: RowRules = RowRules()
 
 
@@ -186,7 +186,7 @@ class Scored(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
-def draw(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
+def draw_tokens(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
     """A token of each row of logits fp32 [R, V]; `draws` covers what `rows` ask for."""
     z = biased(logits, rows.rules)
     if draws.penalties:
@@ -255,7 +255,7 @@ def _token_places(ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.arange(len(ids))[:, None], jnp.where(ids < 0, logits.shape[-1], ids)
 
 
-def penalized(logits: jax.Array, counts: Counts, settings: Settings) -> jax.Array:
+def penalized(logits: jax.Array, counts: TokenCounts, settings: Settings) -> jax.Array:
     """Logits [R, V] less the penalties of tokens that were before.
 
     The repetition penalty moves a logit towards minus infinity: it divides what is positive and
@@ -271,7 +271,7 @@ def penalized(logits: jax.Array, counts: Counts, settings: Settings) -> jax.Arra
     return logits - presence * (counts.outputs > 0) - frequency * counts.outputs
 
 
-def verify(drafts: jax.Array, tokens: jax.Array) -> jax.Array:
+def kept_drafts(drafts: jax.Array, tokens: jax.Array) -> jax.Array:
     """How many drafts int32 [R, k] of each row stay, int32 [R].
 
     tokens: int32 [R, k + 1], drawn in the places of the drafts and after them, each as if all

@@ -9,7 +9,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request, Sample, powers_of_two
+from mjax.infer.records import Request, RequestSample, powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
@@ -90,13 +90,13 @@ class DraftModel:
     def __init__(self, engine: Engine):
         self.engine = engine
 
-    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[RequestSample], most: int) -> list[list[int]]:
         requests = [self._request(sample, most) for sample in samples]
         while self.engine.has_work:
             self.engine.step()
         return [request.output.outputs[0].token_ids if request else [] for request in requests]
 
-    def _request(self, sample: Sample, most: int) -> Request | None:
+    def _request(self, sample: RequestSample, most: int) -> Request | None:
         """The text with its own noise, so that both models draw equal tokens more often.
 
         None: the model cannot read the text, as it is too long, say.

@@ -52,10 +52,10 @@ def stack_adapters(
     found = {}
     for number, folder in enumerate(folders):
         found[f"{folder} (slot {number + 1})"] = _adapters_in(Path(folder), cfg, specs)
-    return stacked(found, specs)
+    return stack_of_adapters(found, specs)
 
 
-def with_adapters(model: Pretrained, folders: Iterable[str | Path]) -> Pretrained:
+def with_stack(model: Pretrained, folders: Iterable[str | Path]) -> Pretrained:
     """A loaded model with the adapters of `stack_adapters` beside its weights."""
     specs, arrays = stack_adapters([*folders], model.cfg, model.definition.specs)
     if model.mesh is None:
@@ -77,7 +77,7 @@ def _adapters_in(folder: Path, cfg: ModelConfig, specs: dict) -> Adapters:
     return adapters_for_others(run, lambda: source_of(named_base(step, base_of_run(step))))
 
 
-def stacked(adapters: Mapping[str, Adapters], specs: dict) -> tuple[dict, dict]:
+def stack_of_adapters(adapters: Mapping[str, Adapters], specs: dict) -> tuple[dict, dict]:
     """`stack_adapters` of adapters by their names in messages."""
     flat = flatten_dict(specs)
     for name, each in adapters.items():
@@ -87,8 +87,8 @@ def stacked(adapters: Mapping[str, Adapters], specs: dict) -> tuple[dict, dict]:
     for path in sorted(weights):
         having = {i: each for i, each in enumerate(adapters.values(), 1) if path in each.scales}
         rank = max(each.part(path, "a").shape[-1] for each in having.values())
-        of_parts = _declared(flat[path], len(adapters) + 1, rank)
-        for part, array in _arrays_of_weight(path, of_parts, having).items():
+        of_parts = _declared_adapters(flat[path], len(adapters) + 1, rank)
+        for part, array in _stack_of_weight(path, of_parts, having).items():
             declared[part_path(path, part)] = of_parts[part]
             arrays[part_path(path, part)] = array
     return unflatten_dict(declared), unflatten_dict(arrays)
@@ -112,7 +112,7 @@ def _require_stackable(name: str, adapters: Adapters, specs: Mapping[Leaf, Param
         )
 
 
-def _declared(spec: ParamSpec, slots: int, rank: int) -> dict[str, ParamSpec]:
+def _declared_adapters(spec: ParamSpec, slots: int, rank: int) -> dict[str, ParamSpec]:
     """The declarations of the adapters of a weight: those of one, with an axis of slots."""
     lead, halves = spec.lead, ("pair",) if "pair" in spec.output_axes else ()
     of_inputs = *spec.axes[lead : lead + spec.inputs], *halves, None
@@ -133,7 +133,7 @@ def _declared(spec: ParamSpec, slots: int, rank: int) -> dict[str, ParamSpec]:
     return declared
 
 
-def _arrays_of_weight(
+def _stack_of_weight(
     path: Leaf, declared: Mapping[str, ParamSpec], having: Mapping[int, Adapters]
 ) -> dict[str, np.ndarray]:
     """The arrays of the adapters of a weight, by part; `having`: those with one, by slot."""

@@ -57,13 +57,13 @@ def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") 
             if init == "gaussian" and of_base.matmul:
                 started[path] = jax.random.normal(own, spec.shape) / spec.shape[-1]
             else:
-                started[path] = _draw(own, spec, of_base)
+                started[path] = _first_values(own, spec, of_base)
         else:
             started[path] = jnp.zeros(spec.shape, jnp.float32)
     return unflatten_dict(started)
 
 
-def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
+def _first_values(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
     """The matrix of an adapter that does not start at zero."""
     if of_base.role == "embedding":
         return jax.random.normal(key, spec.shape)

@@ -91,7 +91,7 @@ def page(records: list[dict]) -> str:
         shown = [f"{r[key]:.1e} at {r['cell']}" for key, r in worst.items()]
         same = sum(r["replicas"] for r in row)
         lines.append(f"| {NAMES[feature]} | {len(row)} | {' | '.join(shown)} | {same} |")
-    return PAGE.format(
+    return TEXT.format(
         devices=" or ".join(map(str, devices)),
         command=f"python -m mjax.prove --devices {' '.join(map(str, devices))}",
         jax=", ".join(sorted({r.get("jax", jax.__version__) for r in records})),
@@ -102,7 +102,7 @@ def page(records: list[dict]) -> str:
     )
 
 
-PAGE = f"""# Every mesh, same answer
+TEXT = f"""# Every mesh, same answer
 
 Each feature is trained on every way to split {{devices}} devices into pp, dp, ep, cp and tp.
 Each run is compared with one device and one micro-batch. Devices are fake ones on a CPU, in fp32.

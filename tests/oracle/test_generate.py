@@ -11,7 +11,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from mjax.infer.requests import Answer, SamplingParams, TokenRules, row_rules
-from mjax.infer.sample import Counts, Sampling, biased, forbidden, penalized, settings_of
+from mjax.infer.sample import Sampling, TokenCounts, biased, forbidden, penalized, settings_of
 from mjax.infer.sampling.limits import limited
 
 ROWS, VOCAB = 16, 211
@@ -53,7 +53,7 @@ def test_limits_equal_transformers(case):
     settings = settings_of([Sampling(**{"temperature": 1.0, **CASES[case]})] * ROWS)
     seen = np.zeros((ROWS, VOCAB), bool)
     seen[np.arange(ROWS)[:, None], text] = True
-    z = penalized(jnp.asarray(logits), Counts(seen, 0 * jnp.asarray(text)[:, :1]), settings)
+    z = penalized(jnp.asarray(logits), TokenCounts(seen, 0 * jnp.asarray(text)[:, :1]), settings)
     ours = limited(z / settings["temperature"][:, None], settings)
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(expected.numpy()))
     np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-5)

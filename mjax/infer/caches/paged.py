@@ -1,8 +1,8 @@
 """Caches of attention in pages: tokens of many rows share one pool, as their tables say.
 
 These take the place of the caches in `caches.py`, and branches write and attend as they do there.
-The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what padding writes. What lies
-where comes with the tokens (`PagedTokens`), so a pool knows no row.
+The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what padding writes. Tokens
+bring the places of theirs (`PagedTokens`), so a pool knows no row.
 """
 
 from typing import NamedTuple, NoReturn
@@ -41,13 +41,13 @@ class PagedKeysValues(NamedTuple):
 
     def write(self, k: jax.Array, v: jax.Array, new: PagedTokens) -> "PagedKeysValues":
         """The cache with k and v [B, S, K, H] of new tokens."""
-        k, k_scales = _rounded(k, self.key_scales)
-        v, v_scales = _rounded(v, self.value_scales)
+        k, k_scales = _in_8_bits(k, self.key_scales)
+        v, v_scales = _in_8_bits(v, self.value_scales)
 
         def written(pages: jax.Array | None, tokens: jax.Array | None) -> jax.Array | None:
             if pages is None:
                 return None
-            return write_pages(pages, _flat(tokens), new.pages, new.places)
+            return write_pages(pages, _flat_tokens(tokens), new.pages, new.places)
 
         return PagedKeysValues(*map(written, self, (k, v, k_scales, v_scales)))
 
@@ -59,7 +59,7 @@ class PagedKeysValues(NamedTuple):
         if self.key_scales is not None:
             scales = self.key_scales, self.value_scales
         out = paged_attention(
-            _flat(q),
+            _flat_tokens(q),
             self.keys,
             self.values,
             new.rows,
@@ -78,7 +78,7 @@ class PagedLatents(NamedTuple):
 
     def write(self, latent: jax.Array, new: PagedTokens) -> "PagedLatents":
         """The cache with the latents [B, S, R + P] of new tokens."""
-        one_head = _flat(latent)[:, None]
+        one_head = _flat_tokens(latent)[:, None]
         pages = write_pages(self.latents[:, None], one_head, new.pages, new.places)
         return PagedLatents(pages[:, 0])
 
@@ -104,19 +104,24 @@ class PagedLatents(NamedTuple):
     ) -> jax.Array:
         """Attention of new tokens q [B, S, N, R + P] to their rows as one kv head, [B, S, N, R]."""
         keys = self.latents[:, None]
-        out = paged_attention(_flat(q), keys, None, new.rows, call, value_size=rank, each=new.each)
+        out = paged_attention(
+            _flat_tokens(q), keys, None, new.rows, call, value_size=rank, each=new.each
+        )
         return out.reshape(*q.shape[:-1], rank)
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def _flat_tokens(x: jax.Array) -> jax.Array:
     """[B, S, ..] -> [B * S, ..]."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def _rounded(x: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def _in_8_bits(x: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """(x [B, S, K, H] in e4m3, its scales [B, S, K]) for a cache that has scales, else x itself."""
     if scales is None:
         return x, None
-    largest = jnp.abs(x).max(-1).astype(jnp.float32)
-    scale = jnp.where(largest > 0, largest / float(jnp.finfo(FP8).max), 1.0)
-    return (x.astype(jnp.float32) / scale[..., None]).astype(FP8), scale
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(-1)
+    most = float(jnp.finfo(FP8).max)
+    scale = jnp.where(largest > 0, largest / most, 1.0)
+    rounded = x / scale[..., None]
+    return rounded.astype(FP8), scale

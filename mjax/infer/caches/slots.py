@@ -26,13 +26,16 @@ class SlotKeysValues(NamedTuple):
 
     def write(self, k: jax.Array, v: jax.Array, new: PagedTokens) -> "SlotKeysValues":
         """The cache with k and v [B, S, K, H] of new tokens."""
+        rows = new.slots[:, None]
         place = _new_tokens(new).slots(k.shape[1])
 
         def written(cache: jax.Array, tokens: jax.Array) -> jax.Array:
-            where = cache.at[new.slots[:, None], :, place]
-            return where.set(tokens.astype(cache.dtype), mode="drop")
+            tokens = tokens.astype(cache.dtype)
+            return cache.at[rows, :, place].set(tokens, mode="drop")
 
-        return SlotKeysValues(written(self.keys, k), written(self.values, v))
+        keys = written(self.keys, k)
+        values = written(self.values, v)
+        return SlotKeysValues(keys, values)
 
     def attend(
         self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: PagedTokens
@@ -54,13 +57,18 @@ class SlotSources(NamedTuple):
 
     def write(self, k: jax.Array, v: jax.Array, real: jax.Array, new: PagedTokens) -> "SlotSources":
         """The cache with the sources of rows, whose keys and values are [B, S, K, H]."""
-        begin = slice(0, k.shape[1])
-        keys = k.swapaxes(1, 2).astype(self.keys.dtype)
-        values = v.swapaxes(1, 2).astype(self.values.dtype)
+        slots = new.slots
+        tokens = slice(0, k.shape[1])
+
+        def written(cache: jax.Array, heads: jax.Array) -> jax.Array:
+            heads = heads.swapaxes(1, 2)
+            return cache.at[slots, :, tokens].set(heads.astype(cache.dtype))
+
+        cleared = self.real.at[slots].set(0)
         return SlotSources(
-            self.keys.at[new.slots, :, begin].set(keys),
-            self.values.at[new.slots, :, begin].set(values),
-            self.real.at[new.slots].set(0).at[new.slots, begin].set(real),
+            written(self.keys, k),
+            written(self.values, v),
+            cleared.at[slots, tokens].set(real),
         )
 
     def read(self, new: PagedTokens) -> tuple[jax.Array, jax.Array, Source]:

@@ -101,7 +101,7 @@ def paged_attention(
     assert each is None or len(q) == each * len(rows.lengths), "each row has as many tokens"
     facts = {"call": call, "value_size": value_size or values.shape[-1], "page": keys.shape[2]}
     if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
-        return _reference(q, keys, values, rows, call, sinks, scales, value_size)
+        return _paged_reference(q, keys, values, rows, call, sinks, scales, value_size)
     arrays = PagedArrays(q, keys, values, rows, sinks, scales)
     splits = splits_for(arrays, each) if each else None
     return attend_by_tiles(arrays, call, each, tile_for(arrays, each), splits)
@@ -110,7 +110,7 @@ def paged_attention(
 # ---- reference ---------------------------------------------------------------------------------
 
 
-def _reference(q, keys, values, rows, call, sinks, scales, value_size):
+def _paged_reference(q, keys, values, rows, call, sinks, scales, value_size):
     row, position = tokens_of_rows(rows, len(q))
 
     def attend(token):
@@ -237,7 +237,7 @@ def attend_by_tiles(
     from mjax.kernels.attention.paged_triton import attend_to_pages, merge_splits
 
     q, (_, kv_heads, page, _) = arrays.q, arrays.keys.shape
-    constants = _constants(arrays, call, each)
+    constants = _kernel_constants(arrays, call, each)
     shared = {name: constants[name] for name in ("EACH", "H", "WINDOW")}
     split, count, walkers = 0, 1, 1
     tiles = len(q) * arrays.group // tile.queries + constants["ROWS"] + 1
@@ -295,7 +295,7 @@ def _operands(arrays: PagedArrays) -> list[jax.Array]:
     return [q, arrays.keys, values, *scales, sinks, rows.tables, rows.lengths, rows.starts]
 
 
-def _constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> dict:
+def _kernel_constants(arrays: PagedArrays, call: AttentionCall, each: int | None) -> dict:
     """The constants that our kernel is compiled for; a window as long as a table is none."""
     count, width = arrays.rows.tables.shape
     _, kv_heads, page, channels = arrays.keys.shape

@@ -16,7 +16,7 @@ from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
 from mjax.infer.cache import empty_cache, extend
-from mjax.interop.adapter_stack import stacked
+from mjax.interop.adapter_stack import stack_of_adapters
 from mjax.interop.adapters_of_run import joined_trees
 from mjax.models.base.adapted import adapted_specs
 from mjax.models.base.context import Context, tokens_of
@@ -89,7 +89,7 @@ def together(feature: str) -> tuple:
     """(definition, parameters) of the model with both adapters in slots."""
     _, definition, params = base(feature)
     names = dict(zip(("one", "two"), adapters_of(feature), strict=True))
-    specs, arrays = stacked(names, definition.specs)
+    specs, arrays = stack_of_adapters(names, definition.specs)
     return with_specs(definition, specs), joined_trees(params, arrays)
 
 
@@ -167,5 +167,5 @@ def test_what_cannot_differ_by_token_is_one_line():
     cases["is it of another model"] = drawn_adapters(of_experts), specs
     for message, (adapters, declared) in cases.items():
         with pytest.raises(UserError, match=message) as raised:
-            stacked({"adapter (slot 1)": adapters}, declared)
+            stack_of_adapters({"adapter (slot 1)": adapters}, declared)
         assert "\n" not in str(raised.value)

@@ -16,7 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request, Sample
+from mjax.infer.records import Request, RequestSample
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
@@ -194,7 +194,7 @@ def at_rest(given: Engine) -> None:
 
 
 def preemptions(requests: Iterable[Request]) -> int:
-    samples: list[Sample] = [sample for request in requests for sample in request.samples]
+    samples: list[RequestSample] = [sample for request in requests for sample in request.samples]
     return sum(max(sample.tokens.admissions - 1, 0) for sample in samples)
 
 

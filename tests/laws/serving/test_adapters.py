@@ -14,7 +14,7 @@ from mjax.errors import UserError
 from mjax.infer.engine import Engine
 from mjax.infer.llm import LLM
 from mjax.infer.requests import RequestOutput, SamplingParams
-from mjax.interop.adapter_stack import with_adapters
+from mjax.interop.adapter_stack import with_stack
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_writer import write_adapter
@@ -44,7 +44,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(home) -> Pretrained:
-    return with_adapters(tiny_model("keys and values"), [home / name for name in NAMES])
+    return with_stack(tiny_model("keys and values"), [home / name for name in NAMES])
 
 
 def assert_of_adapter(model: Pretrained, output: RequestOutput, slot: int) -> None:

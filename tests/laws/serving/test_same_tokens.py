@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.infer.cache import empty_cache, extend
-from mjax.infer.caches.paged import _rounded
+from mjax.infer.caches.paged import _in_8_bits
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.caches import KeysValues
 from tests.laws.serving.kinds import (
@@ -153,7 +153,7 @@ def test_an_fp8_cache_equals_a_contiguous_one_that_is_rounded(monkeypatch):
     outputs = served(engine(kind, cache_dtype="fp8"), ASKS)
 
     def rounded(x):
-        bits, scales = _rounded(x, True)
+        bits, scales = _in_8_bits(x, True)
         return bits.astype(x.dtype) * scales[..., None].astype(x.dtype)
 
     write = KeysValues.write

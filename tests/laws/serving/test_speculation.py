@@ -8,7 +8,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request, Sample
+from mjax.infer.records import Request, RequestSample
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import RepeatedTexts
@@ -27,7 +27,7 @@ class Guesses:
 
     of = staticmethod(lambda tokens, most: [])
 
-    def propose(self, samples: Sequence[Sample], most: int) -> list[list[int]]:
+    def propose(self, samples: Sequence[RequestSample], most: int) -> list[list[int]]:
         return [Guesses.of(list(sample.tokens.tokens), most) for sample in samples]
 
 

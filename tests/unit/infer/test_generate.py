@@ -19,12 +19,12 @@ from mjax.errors import UserError
 from mjax.infer.programs import StepTokens
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
-    Counts,
     DrawRows,
     Draws,
     RowRules,
     Sampling,
-    draw,
+    TokenCounts,
+    draw_tokens,
     draws_of,
     settings_of,
 )
@@ -415,10 +415,10 @@ def run(logits, seed=0, seen=None, **kw):
 def run_rows(logits, rows, seed=0, seen=None):
     size = len(logits)
     seen = jnp.zeros(logits.shape, bool) if seen is None else seen
-    counts = Counts(seen, jnp.zeros(logits.shape, jnp.int32))
+    counts = TokenCounts(seen, jnp.zeros(logits.shape, jnp.int32))
     streams = np.full(size, seed, np.uint32), np.arange(size, dtype=np.int32)
     every = DrawRows(settings_of(rows), *streams, np.zeros(size, np.int32), counts)
-    drawn = jax.jit(draw, static_argnames="draws")(logits, every, draws_of(rows))
+    drawn = jax.jit(draw_tokens, static_argnames="draws")(logits, every, draws_of(rows))
     return drawn.token, drawn.logprob
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mjax.data.base.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
-from mjax.infer.requests import Answer, SamplingParams, Structured, resolve
+from mjax.infer.requests import Answer, SamplingParams, Structured, token_rules
 
 pytest.importorskip("llguidance")
 from mjax.infer.grammar import Grammars  # noqa: E402
@@ -44,7 +44,7 @@ def drawn(grammars, form, seed, **fields):
     """A sample of uniform draws from what the masks allow, to its end."""
     found, tokenizer = grammars
     params = SamplingParams(structured=form, **{"max_tokens": 200} | fields)
-    rules = resolve(params, tokenizer, VOCAB, [tokenizer.eod_id])
+    rules = token_rules(params, tokenizer, VOCAB, [tokenizer.eod_id])
     matcher, rng = found.matcher(form), np.random.default_rng(seed)
     made = Answer(params, rules, tokenizer, [65], matcher=matcher)
     assert made.waits
@@ -100,7 +100,7 @@ def test_a_matcher_that_gives_up_ends_its_sample(grammars):
     found, tokenizer = grammars
     form = Structured(regex="ab")
     params = SamplingParams(structured=form)
-    rules = resolve(params, tokenizer, VOCAB, [tokenizer.eod_id])
+    rules = token_rules(params, tokenizer, VOCAB, [tokenizer.eod_id])
     made = Answer(params, rules, tokenizer, [65], matcher=found.matcher(form))
     made.push(tokenizer.encode("z")[0])
     assert made.output.finish_reason == "error" and "grammar" in made.output.stop_reason

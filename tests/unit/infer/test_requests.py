@@ -5,7 +5,7 @@ import pytest
 
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.requests import Answer, SamplingParams, bits_of, resolve, row_rules, text_stream
+from mjax.infer.requests import Answer, SamplingParams, bits_of, row_rules, text_stream, token_rules
 from mjax.infer.sample import Sampling
 
 BYTES = load_tokenizer("byte")
@@ -86,16 +86,16 @@ def test_fields_may_come_as_json_has_them():
 def test_ids_outside_the_vocabulary_are_one_line(name):
     value = {VOCAB: 1.0} if name == "logit_bias" else [VOCAB]
     with pytest.raises(UserError, match=f"{name}: 300 is outside the vocabulary of 300"):
-        resolve(SamplingParams(**{name: value}), BYTES, VOCAB)
+        token_rules(SamplingParams(**{name: value}), BYTES, VOCAB)
 
 
 def test_what_needs_a_tokenizer_says_so():
     for name in ("stop", "bad_words"):
         with pytest.raises(UserError, match=f"{name} needs a tokenizer"):
-            resolve(SamplingParams(**{name: "x"}), None, VOCAB)
+            token_rules(SamplingParams(**{name: "x"}), None, VOCAB)
     only_ends = SamplingParams(allowed_token_ids=[END], min_tokens=1)
     with pytest.raises(UserError, match="allowed_token_ids are all end tokens"):
-        resolve(only_ends, BYTES, VOCAB, [END])
+        token_rules(only_ends, BYTES, VOCAB, [END])
 
 
 def test_bits_are_ids():
@@ -113,7 +113,7 @@ def test_bits_are_ids():
 def answer(text=b"", tokenizer=BYTES, **fields):
     """A sample that was given the bytes of a text, and the pieces that came out."""
     params = SamplingParams(**{"max_tokens": 100} | fields)
-    made = Answer(params, resolve(params, tokenizer, VOCAB, [END]), tokenizer, [65, 66])
+    made = Answer(params, token_rules(params, tokenizer, VOCAB, [END]), tokenizer, [65, 66])
     pieces = [made.push(token, -1.0, -0.5, {7: -0.1}, version=3) for token in text]
     assert "".join(pieces) == made.output.text
     return made
@@ -170,7 +170,7 @@ def test_bad_words_are_banned_where_they_would_end():
     # A word after a space is another token, as in vocabularies of byte pairs.
     words = {"bad": [5], " bad": [6], "worse": [7, 8], " worse": [9]}
     pairs = Tokenizer(VOCAB, END, lambda texts: [words[t] for t in texts], lambda ids: "")
-    found = resolve(SamplingParams(bad_words=["bad", "worse"]), pairs, VOCAB).bad_words
+    found = token_rules(SamplingParams(bad_words=["bad", "worse"]), pairs, VOCAB).bad_words
     assert found == ((5,), (6,), (7, 8))
 
 

@@ -9,23 +9,23 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mjax.infer.sample import (
-    Counts,
     DrawRows,
     Draws,
     RowRules,
     Sampling,
+    TokenCounts,
     biased,
-    draw,
+    draw_tokens,
     draws_of,
     forbidden,
+    kept_drafts,
     settings_of,
-    verify,
 )
 from mjax.infer.sampling.limits import largest_reaching, likeliest, limited
 from mjax.infer.sampling.noise import gumbel, noise
 
 VOCAB = 83
-program = jax.jit(draw, static_argnames="draws")
+program = jax.jit(draw_tokens, static_argnames="draws")
 
 
 def rows_of(samplings, position=0, seed=0, index=None, **parts):
@@ -127,7 +127,7 @@ def mixed_rows(size=VOCAB):
     bits[1] = 2**32 - 1
     ids = rng.integers(0, VOCAB, (5, 4)).astype(np.int32)
     rules = RowRules(ids, rng.normal(size=(5, 4)).astype(np.float32), bits, ids[:, ::-1] - 1)
-    counts = Counts(jnp.asarray(prompt), jnp.asarray(outputs, jnp.int32))
+    counts = TokenCounts(jnp.asarray(prompt), jnp.asarray(outputs, jnp.int32))
     return rows_of(MIXED, position=11, seed=9, counts=counts, rules=rules)
 
 
@@ -170,7 +170,7 @@ def primitives(jaxpr):
 def test_a_program_computes_what_its_rows_need():
     def names(samplings):
         given = logits_of(len(samplings)), rows_of(samplings)
-        made = jax.make_jaxpr(draw, static_argnums=2)(*given, draws_of(samplings))
+        made = jax.make_jaxpr(draw_tokens, static_argnums=2)(*given, draws_of(samplings))
         return set(primitives(made.jaxpr))
 
     never = {"sort", "top_k", "cumsum", "while", "cond"}  # the host waits for predicates
@@ -315,7 +315,7 @@ def test_the_likeliest_of_a_large_vocabulary_are_those_of_sorting():
 def test_drafts_are_accepted_up_to_the_first_that_differs():
     drafts = np.array([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, -1, -1]])
     tokens = np.array([[1, 2, 3, 4]] * 4)
-    np.testing.assert_array_equal(verify(drafts, tokens), [3, 1, 0, 1])
+    np.testing.assert_array_equal(kept_drafts(drafts, tokens), [3, 1, 0, 1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -323,7 +323,9 @@ def test_coupled_drafts_give_the_tokens_of_no_drafts(temperature):
     """A model of the last two tokens; drafts are right most of the time."""
     table = jnp.asarray(np.random.default_rng(0).normal(size=(11, 11, 11)) * 2, jnp.float32)
     sampling = Sampling(temperature, top_p=0.95)
-    step = jax.jit(lambda before, last, rows: draw(table[before, last], rows, draws_of([sampling])))
+    step = jax.jit(
+        lambda before, last, rows: draw_tokens(table[before, last], rows, draws_of([sampling]))
+    )
 
     def drawn(text, extra):
         """The tokens at the places after `text` and after each of `extra`."""
@@ -340,7 +342,7 @@ def test_coupled_drafts_give_the_tokens_of_no_drafts(temperature):
         right = plain[len(text) : len(text) + 3]
         drafts = [t if rng.random() < 0.7 else int(rng.integers(11)) for t in right]
         tokens = drawn(text, drafts)
-        kept.append(int(verify(np.array([drafts]), tokens[None])[0]) if drafts else 0)
+        kept.append(int(kept_drafts(np.array([drafts]), tokens[None])[0]) if drafts else 0)
         text += tokens[: kept[-1] + 1].tolist()
     assert text[:60] == plain and 20 < sum(kept) < 55
     assert len(set(plain)) > 4
