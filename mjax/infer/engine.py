@@ -198,7 +198,7 @@ class Engine:
         most = params.max_tokens or self.limits.length - len(begin)
         salts = {"salt": params.cache_salt, "adapter": params.adapter}
         salt = tuple(pair for pair in salts.items() if pair[1] is not None)
-        lane = min(range(len(self.lanes)), key=self._load)
+        lane = min(range(len(self.lanes)), key=lambda number: self.lanes[number].load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
             tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
@@ -498,7 +498,3 @@ class Engine:
                 lane.finish(sample.tokens)
                 self._of_tokens.pop(sample.tokens, None)
             raise
-
-    def _load(self, number: int) -> int:
-        lane = self.lanes[number]
-        return len(lane.running) + len(lane.waiting)

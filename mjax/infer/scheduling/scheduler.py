@@ -170,6 +170,11 @@ class Scheduler:
         """Sequences that wait to run, the next one first."""
         return [sequence for *_, sequence in self._queue]
 
+    @property
+    def load(self) -> int:
+        """Number of sequences that run or wait."""
+        return len(self.running) + len(self._queue)
+
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue.
 
