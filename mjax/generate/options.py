@@ -36,7 +36,9 @@ def load_model(args: argparse.Namespace):
     from mjax.config.schema.run import MeshConfig
     from mjax.interop.pretrained import from_pretrained
     from mjax.sharding.mesh import make_mesh
+    from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
+    keep_compiled_programs()
     have = len(jax.devices())
     if not 1 <= args.tp <= have:
         raise UserError(f"--tp {args.tp}: there are {have} devices; give 1 to {have}")

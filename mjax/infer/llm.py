@@ -25,6 +25,7 @@ from mjax.interop.adapter_stack import with_stack
 from mjax.interop.pretrained import from_pretrained
 from mjax.json_file import read_json
 from mjax.sharding.mesh import make_mesh
+from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -65,6 +66,7 @@ class LLM:
 
         Raises `UserError` for what cannot be loaded or served.
         """
+        keep_compiled_programs()
         have = len(jax.devices())
         if tensor_parallel_size not in range(1, have + 1):
             raise UserError(

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from mjax.config.load import Defaults, add_config_arguments, config_from_args
 from mjax.config.schema.run import Config
@@ -43,18 +42,16 @@ def train_command(
 
 def _plan_or_train(cfg: Config, args: argparse.Namespace) -> int:
     """Plan or train in this process."""
-    import jax  # after the config: its mistakes should show at once
-
+    # After the config: its mistakes should show at once.
     from mjax.sharding.mesh import start_processes
+    from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
     if args.on is not None or args.no_compile:
         from mjax.run.dry_run import plan_elsewhere
 
         return plan_elsewhere(cfg, args)
     start_processes(args.coordinator, args.num_processes, args.process_id)
-    if jax.default_backend() != "cpu":  # there, collectives of a cached program can go astray
-        cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
-        jax.config.update("jax_compilation_cache_dir", cache)
+    keep_compiled_programs()
     from mjax.errors import NonFiniteLoss, ReplicasDiffer
     from mjax.run.dry_run import dry_run
     from mjax.run.faults.watchdog import lost_process
