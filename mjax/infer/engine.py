@@ -281,8 +281,7 @@ class Engine:
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
         self._params = None  # memory for one copy is enough
-        specs = self._definition.specs
-        apart = take_apart(specs, params, self._dtype, donate, self._form)
+        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
         self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
@@ -455,14 +454,15 @@ class Engine:
     ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
-        self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
         top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
-        if len(tokens.tokens) >= tokens.limit:
+        if len(tokens.tokens) + 1 >= tokens.limit:
             text += sample.answer.finish("length")
-        if sample.has_ended:
+        if sample.has_ended:  # a step that has the last token in it may be planned, never launched
             self._end(sample)
+        else:
+            self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
         return text
 
     def _end(self, sample: RequestSample) -> None:

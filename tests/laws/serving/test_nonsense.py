@@ -10,6 +10,7 @@ from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from tests.laws.serving.kinds import (
     LENGTH,
+    PAGE,
     Ask,
     assert_greedy,
     at_rest,
@@ -103,6 +104,12 @@ def test_one_page_serves_what_fits_into_it():
     with pytest.raises(UserError, match="2 cache pages of 1"):
         given.add([1, 2, 3], SamplingParams(max_tokens=15))
     at_rest(given)
+
+
+def test_without_a_known_memory_one_row_has_room_for_its_whole_length():
+    given = make_engine(KIND, pages=None, limits=Limits(rows=1, chunk=64, length=LENGTH))
+    assert given.programs.sizes.pages > LENGTH // PAGE
+    given.add([1], SamplingParams(max_tokens=None))
 
 
 def test_ids_of_requests_are_unique_and_free_again_after_the_end():
