@@ -313,8 +313,8 @@ class Engine:
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
         """
-        if self._sleeps:
-            raise UserError("the engine sleeps; wake it before it warms up")
+        if self._sleeps or self._params is None:
+            raise UserError("the engine sleeps or has no weights; wake it, or give it some")
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self._sizes
@@ -468,7 +468,7 @@ class Engine:
     def _end(self, sample: RequestSample) -> None:
         """Give back what a sample has, and end its request with its last one."""
         output = sample.request.output
-        output.num_cached_tokens = max(output.num_cached_tokens, sample.tokens.hits)
+        output.num_cached_tokens = sample.request.samples[0].tokens.hits
         self.lanes[sample.lane].finish(sample.tokens)
         self._of_tokens.pop(sample.tokens, None)
         if all(other.has_ended for other in sample.request.samples):

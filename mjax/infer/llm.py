@@ -126,7 +126,8 @@ class LLM:
         prompts = _several(prompts)
         if params is None:
             params = self.default_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        is_one = isinstance(params, SamplingParams | Mapping)  # the engine refuses a mapping
+        each = [params] * len(prompts) if is_one else params
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and {len(each)} params: give one for each")
         requests: list[Request] = []

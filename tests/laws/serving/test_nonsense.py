@@ -167,6 +167,8 @@ def test_a_refused_prompt_leaves_nothing_of_its_batch():
         with pytest.raises(UserError, match=message):
             llm.generate(prompts)
         assert not llm.engine.requests
+    with pytest.raises(UserError, match="params is a dict"):
+        llm.generate([[1]], {"max_tokens": 3})
     llm.engine.pause()
     with pytest.raises(UserError, match="resume it"):
         llm.generate([[1]])
