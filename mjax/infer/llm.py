@@ -143,6 +143,8 @@ class LLM:
         except BaseException:  # a later call must not find them
             for request in requests:
                 self.engine.abort(request.output.request_id)
+            for lane in self.engine.lanes:  # pages may be shared whose step was never launched
+                lane.pool.forget()
             raise
         return [request.output for request in requests]
 

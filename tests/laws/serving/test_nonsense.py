@@ -178,3 +178,19 @@ def test_a_refused_prompt_leaves_nothing_of_its_batch():
     assert_greedy(KIND, found)
     assert llm.generate([]) == []
     assert llm.generate((5, 6), FEW)[0].outputs[0].token_ids == found[0].outputs[0].token_ids
+
+
+def test_a_call_that_is_interrupted_leaves_no_page_that_was_not_written(monkeypatch):
+    """As by Ctrl-C while a program is compiled, whose pages are planned."""
+    llm = object.__new__(LLM)  # without files
+    llm.engine = engine(KIND)
+    prompt = [*range(100, 140)]
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "_program", interrupted)
+        llm.generate(prompt, FEW)
+    at_rest(llm.engine)
+    assert_greedy(KIND, llm.generate(prompt, FEW))
