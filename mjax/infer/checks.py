@@ -41,7 +41,10 @@ def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: 
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
     if cache_dtype not in (None, "fp8"):
-        raise UserError(f"cache_dtype={cache_dtype}: give fp8, or nothing for the model's own")
+        raise UserError(
+            f"cache_dtype={cache_dtype} (LLM: kv_cache_dtype): give fp8, or nothing for the "
+            "model's own"
+        )
     if drafts < 0 or (drafts and keeps_states(cfg)):
         raise UserError(
             f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "

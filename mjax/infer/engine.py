@@ -281,8 +281,7 @@ class Engine:
         require_weights(self._definition.specs, params)
         found = self._read(all_but=0)
         self._params = None  # memory for one copy is enough
-        specs = self._definition.specs
-        apart = take_apart(specs, params, self._dtype, donate, self._form)
+        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
         self._params = jax.device_put(apart, self._places)
         self.version += 1
         for lane in self.lanes:
@@ -314,8 +313,8 @@ class Engine:
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
         """
-        if self._sleeps:
-            raise UserError("the engine sleeps; wake it before it warms up")
+        if self._sleeps or self._params is None:
+            raise UserError("the engine sleeps or has no weights; wake it, or give it some")
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self._sizes
@@ -455,20 +454,21 @@ class Engine:
     ) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         tokens, token = sample.tokens, int(drawn.token[place])
-        self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
         top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
         text = sample.answer.push(token, *logprobs, top, version)
-        if len(tokens.tokens) >= tokens.limit:
+        if len(tokens.tokens) + 1 >= tokens.limit:
             text += sample.answer.finish("length")
-        if sample.has_ended:
+        if sample.has_ended:  # a step that has the last token in it may be planned, never launched
             self._end(sample)
+        else:
+            self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
         return text
 
     def _end(self, sample: RequestSample) -> None:
         """Give back what a sample has, and end its request with its last one."""
         output = sample.request.output
-        output.num_cached_tokens = max(output.num_cached_tokens, sample.tokens.hits)
+        output.num_cached_tokens = sample.request.samples[0].tokens.hits
         self.lanes[sample.lane].finish(sample.tokens)
         self._of_tokens.pop(sample.tokens, None)
         if all(other.has_ended for other in sample.request.samples):

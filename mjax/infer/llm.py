@@ -128,7 +128,8 @@ class LLM:
         prompts = _several(prompts)
         if params is None:
             params = self.default_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        is_one = isinstance(params, SamplingParams | Mapping)  # the engine refuses a mapping
+        each = [params] * len(prompts) if is_one else params
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and {len(each)} params: give one for each")
         requests: list[Request] = []
@@ -144,6 +145,8 @@ class LLM:
         except BaseException:  # a later call must not find them
             for request in requests:
                 self.engine.abort(request.output.request_id)
+            for lane in self.engine.lanes:  # pages may be shared whose step was never launched
+                lane.pool.forget()
             raise
         return [request.output for request in requests]
 

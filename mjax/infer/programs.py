@@ -159,12 +159,12 @@ def fitting_pages(
     """The pages of each lane that memory holds beside weights and the largest programs.
 
     `largest`: tokens (None: a step of decoding) and rows of these programs. On a device that does
-    not say its memory, so many that all rows have a quarter of their length.
+    not say its memory, so many that all rows have a quarter of their length, and one has it all.
     """
     sizes, device = programs.sizes, jax.tree.leaves(params)[0].devices().pop()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
-        return 2 + sizes.rows * -(-sizes.width // 4)
+        return 2 + max(sizes.rows * -(-sizes.width // 4), sizes.width)
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
     if one == two:  # all caches lie in slots
         return 1 + sizes.rows * sizes.width

@@ -122,6 +122,6 @@ def _in_8_bits(x: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, jax.A
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(-1)
     most = float(jnp.finfo(FP8).max)
-    scale = jnp.where(largest > 0, largest / most, 1.0)
+    scale = jnp.maximum(largest / most, jnp.finfo(jnp.float32).tiny)  # not 0, as devices flush
     rounded = x / scale[..., None]
     return rounded.astype(FP8), scale

@@ -285,9 +285,9 @@ class Scheduler:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
         known = len(sequence.tokens)
         count = known - sequence.computed
+        count = count if sequence.whole else min(room, count)
         if not count:
             return room
-        count = count if sequence.whole else min(room, count)
         first = sequence.computed
         sequence.computed += count
         sequence.sampled = sequence.computed == known < sequence.limit

@@ -17,6 +17,7 @@ from mjax.infer.scheduling.scheduler import Limits
 from tests.laws.serving.kinds import (
     GAP,
     LETTERS,
+    PAGE,
     VOCAB,
     Ask,
     assert_greedy,
@@ -136,6 +137,19 @@ def test_a_sample_may_end_while_another_lane_must_be_read_first():
     outputs = served(emptied(given), asks)
     assert outputs[0].outputs[0].stop_reason == token
     assert_greedy("keys and values", outputs)
+
+
+def test_a_text_that_ends_while_a_lane_is_read_leaves_no_page_half_written():
+    """The place of its last token was planned, in a step that then left the token out."""
+    given = emptied(engine("keys and values", {"dp": 2}))
+    text = served(given, [Ask(PROMPT, SamplingParams(max_tokens=27))])[0].outputs[0].token_ids
+    assert (len(PROMPT) + 27) % PAGE == 0 and text.index(text[-1]) == 26
+    served(emptied(given), [Ask([9] * 60, SamplingParams())])  # its pages hold other things
+    ends = SamplingParams(max_tokens=40, stop_token_ids=[text[-1]])
+    waits = SamplingParams(max_tokens=40, bad_words=[LETTERS.decode([3, 4])])
+    ended, _ = served(emptied(given), [Ask(PROMPT, ends), Ask([1], waits)])
+    assert ended.outputs[0].token_ids == text
+    assert_greedy("keys and values", served(given, [Ask([*PROMPT, *text, 1], SamplingParams())]))
 
 
 @pytest.mark.parametrize("sampled", [True, False])

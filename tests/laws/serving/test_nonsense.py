@@ -10,6 +10,7 @@ from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from tests.laws.serving.kinds import (
     LENGTH,
+    PAGE,
     Ask,
     assert_greedy,
     at_rest,
@@ -105,6 +106,12 @@ def test_one_page_serves_what_fits_into_it():
     at_rest(given)
 
 
+def test_without_a_known_memory_one_row_has_room_for_its_whole_length():
+    given = make_engine(KIND, pages=None, limits=Limits(rows=1, chunk=64, length=LENGTH))
+    assert given.programs.sizes.pages > LENGTH // PAGE
+    given.add([1], SamplingParams(max_tokens=None))
+
+
 def test_ids_of_requests_are_unique_and_free_again_after_the_end():
     given = engine(KIND)
     mine = given.add([1], FEW, request_id="a")
@@ -160,6 +167,8 @@ def test_a_refused_prompt_leaves_nothing_of_its_batch():
         with pytest.raises(UserError, match=message):
             llm.generate(prompts)
         assert not llm.engine.requests
+    with pytest.raises(UserError, match="params is a dict"):
+        llm.generate([[1]], {"max_tokens": 3})
     llm.engine.pause()
     with pytest.raises(UserError, match="resume it"):
         llm.generate([[1]])
@@ -169,3 +178,19 @@ def test_a_refused_prompt_leaves_nothing_of_its_batch():
     assert_greedy(KIND, found)
     assert llm.generate([]) == []
     assert llm.generate((5, 6), FEW)[0].outputs[0].token_ids == found[0].outputs[0].token_ids
+
+
+def test_a_call_that_is_interrupted_leaves_no_page_that_was_not_written(monkeypatch):
+    """As by Ctrl-C while a program is compiled, whose pages are planned."""
+    llm = object.__new__(LLM)  # without files
+    llm.engine = engine(KIND)
+    prompt = [*range(100, 140)]
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "_program", interrupted)
+        llm.generate(prompt, FEW)
+    at_rest(llm.engine)
+    assert_greedy(KIND, llm.generate(prompt, FEW))

@@ -174,3 +174,12 @@ def test_an_fp8_cache_equals_a_contiguous_one_that_is_rounded(monkeypatch):
         assert np.abs(np.subtract(near, made.logprobs)).max() < OF_ROUNDED
         whole = jax.nn.log_softmax(plain)[np.arange(len(plain)), np.array(made.token_ids)]
         assert 0 < np.abs(np.subtract(whole, made.logprobs)).max() < OF_WHOLE
+
+
+@pytest.mark.parametrize("largest", [0, 1e-36, 3e38])
+def test_numbers_of_any_size_are_cached_in_8_bits(largest):
+    """fp32 has no normal number that is 448 times smaller than 1e-36."""
+    x = np.float32(largest) * np.linspace(-1, 1, 8, dtype=np.float32)[None, None, None]
+    bits, scales = _in_8_bits(x, True)
+    found = bits.astype(np.float32) * scales[..., None]
+    np.testing.assert_allclose(found, x, rtol=2**-4, atol=0)

@@ -62,6 +62,13 @@ def test_drawn_tokens_do_not_depend_on_company(kind):
     assert len({tuple(sample) for sample in samples}) == 3
 
 
+def test_only_pages_from_before_a_request_count_as_cached():
+    """Its samples share pages of the prompt, which the first one computes."""
+    ask = Ask([*range(50)], SamplingParams(temperature=1.0, n=3))
+    given = engine("keys and values")
+    assert [served(given, [ask])[0].num_cached_tokens for _ in range(2)] == [0, 48]
+
+
 def test_one_seed_gives_one_text_and_another_seed_another():
     given = engine("keys and values")
     how = [dict(seed=3), dict(seed=3), dict(seed=4), dict(), dict(), dict(seed=3 + 2**32)]

@@ -158,6 +158,8 @@ def test_an_engine_that_slept_without_weights_wants_some(given, others):
     given.wake()
     with pytest.raises(UserError, match="without weights"):
         given.add([1], SamplingParams())
+    with pytest.raises(UserError, match="no weights"):
+        given.warm_up()
     _, definition, params, _ = model(KIND)
     given.update_weights(on_mesh(definition, params, {"tp": 2}))
     assert tokens_of(served(given, ASKS)) == wanted

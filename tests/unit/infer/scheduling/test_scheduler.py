@@ -503,6 +503,18 @@ def test_drafts_take_pages_that_are_free_and_no_more_than_the_limit():
     assert len(planned(9, 3).drafts) == 1  # the second token, this one and the one after it
 
 
+def test_a_prompt_without_room_beside_drafts_has_no_chunk():
+    scheduler = Scheduler(Limits(rows=2, tokens=4, chunk=4), PagePool(40, page=PAGE))
+    first, second = Sequence(1, [1], 40), Sequence(2, [2] * 20, 40)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.plan()
+    scheduler.read(first, 7)
+    first.drafts = [7, 7, 7]
+    plan = scheduler.plan()
+    assert plan.decode == [first] and not plan.chunks and 0 < second.computed < 20
+
+
 def test_right_drafts_advance_and_wrong_ones_go_back():
     toy = build(cache_prefixes=True)
     scheduler = toy.scheduler
