@@ -45,6 +45,12 @@ def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: 
             f"cache_dtype={cache_dtype} (LLM: kv_cache_dtype): give fp8, or nothing for the "
             "model's own"
         )
+    has_keys = any(BRANCHES[word].shape == "attention" for word in cfg.branches)
+    if cache_dtype and (cfg.position_embedding == "relative" or not has_keys):
+        raise UserError(
+            f"cache_dtype={cache_dtype}: model.layer_pattern={cfg.layer_pattern} caches no keys "
+            "and values in pages, and its other caches keep their dtype; leave it out"
+        )
     if drafts < 0 or (drafts and keeps_states(cfg)):
         raise UserError(
             f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "

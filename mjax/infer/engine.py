@@ -402,7 +402,7 @@ class Engine:
         """The compiled program for inputs of these shapes."""
         arrays, tree = jax.tree.flatten((given, records, rules))
         state = self.programs.abstract_state if self._state is None else self._state
-        key = *(array.shape for array in arrays), tree, draws, state.counts is None
+        key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
         if key not in self._compiled:
             inputs = self._params, state, given, records, rules
             self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()

@@ -77,6 +77,11 @@ def test_an_engine_of_nonsense_is_refused_in_one_line(options, message):
         make_engine(KIND, **options)
 
 
+def test_a_cache_in_8_bits_without_keys_and_values_is_refused():
+    with pytest.raises(UserError, match="cache_dtype=fp8: .* no keys and values in pages"):
+        make_engine("latent", cache_dtype="fp8")
+
+
 ODD = [
     dict(rows=1),
     dict(chunk=1),
