@@ -31,9 +31,9 @@ from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, program, read_numbers
 from mjax.infer.engine import Engine
+from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.small_engine import bucket
 from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs

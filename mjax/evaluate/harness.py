@@ -21,9 +21,10 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.infer.cache import require_decoder
 from mjax.infer.engine import Engine
+from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
-from mjax.infer.small_engine import bucket, completed, small_engine
+from mjax.infer.small_engine import completed, small_engine
 from mjax.infer.text import windows
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, Kernels, tokens_of

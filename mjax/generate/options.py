@@ -30,22 +30,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_model(args: argparse.Namespace):
     """(the `Pretrained` of --ckpt on --tp devices, its dtype, its tokenizer)."""
-    import jax
-
     from mjax.checkpoint.base.companion_files import tokenizer_of
-    from mjax.config.schema.run import MeshConfig
+    from mjax.infer.weights import usual_dtype
     from mjax.interop.pretrained import from_pretrained
-    from mjax.sharding.mesh import make_mesh
+    from mjax.sharding.mesh import tensor_parallel_mesh
     from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
     keep_compiled_programs()
-    have = len(jax.devices())
-    if not 1 <= args.tp <= have:
-        raise UserError(f"--tp {args.tp}: there are {have} devices; give 1 to {have}")
-    mesh = None
-    if args.tp > 1:
-        mesh = make_mesh(MeshConfig(dp=1, tp=args.tp), jax.devices()[: args.tp])
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    mesh = tensor_parallel_mesh(args.tp, f"--tp {args.tp}")
+    dtype = args.dtype or usual_dtype()
     model = from_pretrained(args.ckpt, mesh=mesh, dtype=dtype)
     spec = args.tokenizer or tokenizer_of(args.ckpt)
     if spec is None:

@@ -45,6 +45,7 @@ from mjax.infer.records import (
     RequestSample,
     RowWork,
     TokenUpdate,
+    bucket,
     drafts_of,
     flat_ids,
     holding,
@@ -416,10 +417,9 @@ class Engine:
             if not sample.draws.penalties or sample.counted == tokens.admissions:
                 continue
             sample.counted = tokens.admissions
-            size = holding(powers_of_two(16, self.limits.length), len(tokens.tokens))
-            ids = np.full(size, -1, np.int32)
+            ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
             ids[: len(tokens.tokens)] = tokens.tokens
-            is_output = np.arange(size) >= sample.request.given
+            is_output = np.arange(len(ids)) >= sample.request.given
             slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 

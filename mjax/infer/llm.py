@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import end_ids, tokenizer_of
-from mjax.config.schema.run import MeshConfig
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
@@ -21,10 +19,11 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
+from mjax.infer.weights import usual_dtype
 from mjax.interop.adapter_stack import with_stack
 from mjax.interop.pretrained import from_pretrained
 from mjax.json_file import read_json
-from mjax.sharding.mesh import make_mesh
+from mjax.sharding.mesh import tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -67,17 +66,9 @@ class LLM:
         Raises `UserError` for what cannot be loaded or served.
         """
         keep_compiled_programs()
-        have = len(jax.devices())
-        if tensor_parallel_size not in range(1, have + 1):
-            raise UserError(
-                f"tensor_parallel_size={tensor_parallel_size}: devices here: {have}; "
-                f"give 1 to {have}"
-            )
-        mesh = None
-        if tensor_parallel_size > 1:
-            sizes = MeshConfig(dp=1, tp=tensor_parallel_size)
-            mesh = make_mesh(sizes, jax.devices()[:tensor_parallel_size])
-        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        option = f"tensor_parallel_size={tensor_parallel_size}"
+        mesh = tensor_parallel_mesh(tensor_parallel_size, option)
+        dtype = dtype or usual_dtype()
         loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
         if adapters:
             loaded = with_stack(loaded, adapters.values())

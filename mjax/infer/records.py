@@ -263,6 +263,11 @@ def powers_of_two(first: int, most: int) -> list[int]:
     return sizes
 
 
+def bucket(n: int) -> int:
+    """The power of two, at least 16, that holds `n`."""
+    return powers_of_two(16, n)[-1]
+
+
 def holding(sizes: Sequence[int], count: int) -> int:
     """The first of rising sizes that holds `count`."""
     return next(size for size in sizes if size >= count)

@@ -9,7 +9,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.engine import Engine
-from mjax.infer.records import Request, RequestSample, powers_of_two
+from mjax.infer.records import Request, RequestSample, bucket, powers_of_two
 from mjax.infer.requests import CompletionOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import mesh_of
@@ -72,11 +72,6 @@ def of_batch(params: SamplingParams, count: int) -> list[SamplingParams]:
         return [params] * count
     seeds = [(params.seed + number * _STRIDE) % 2**32 for number in range(count)]
     return [params.model_copy(update={"seed": seed}) for seed in seeds]
-
-
-def bucket(n: int) -> int:
-    """The power of two, at least 16, that holds `n`."""
-    return powers_of_two(16, n)[-1]
 
 
 class DraftModel:

@@ -26,6 +26,11 @@ FORMS: dict[str, Form] = {"fp8": Channels8}
 Parameter = jax.Array | Channels8 | list
 
 
+def usual_dtype() -> str:
+    """The dtype that models run in unless another is asked for."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def take_apart(
     specs: dict,
     params: dict,

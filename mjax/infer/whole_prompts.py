@@ -12,6 +12,7 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.cache import require_decoder
+from mjax.infer.records import holding
 from mjax.models.towers.tiles import PADDING, Tiled
 
 # Of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M] of sounds.
@@ -39,7 +40,7 @@ def whole_inputs(
     """
     check_items(cfg, prompt, items)
     if cfg.architecture.reads_target:
-        size = next(size for size in sizes if size >= len(prompt))
+        size = holding(sizes, len(prompt))
         source, real = np.zeros((2, 1, size), np.int32)
         source[0, : len(prompt)], real[0, : len(prompt)] = prompt, 1
         return {"source": source, "real": real}

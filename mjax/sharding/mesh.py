@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from mjax.config.rules.mesh_rules import mesh_sizes
 from mjax.config.schema.run import MeshConfig
-from mjax.errors import LostProcess, first_line
+from mjax.errors import LostProcess, UserError, first_line
 from mjax.sharding.collectives import AXES, Parallel
 from mjax.sharding.processes.launcher import find_processes, gpus_of_process, launcher_variables
 
@@ -26,6 +26,19 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
     sizes = mesh_sizes(cfg, len(devices))
     grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def tensor_parallel_mesh(devices: int, option: str) -> Mesh | None:
+    """The mesh of the first `devices`, all over tp; None for one.
+
+    Raises `UserError`, which begins with `option`, where there are not so many.
+    """
+    have = len(jax.devices())
+    if devices not in range(1, have + 1):
+        raise UserError(f"{option}: there are {have} devices; give 1 to {have}")
+    if devices == 1:
+        return None
+    return make_mesh(MeshConfig(dp=1, tp=devices), jax.devices()[:devices])
 
 
 def parallel_of(mesh: Mesh) -> Parallel:
