@@ -23,6 +23,7 @@ from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from mjax.models import Definition, build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
+from tests.tiny_mixers import DELTAS, LATENT
 
 PAGE = 16  # tokens of a page in these tests (conftest.py)
 PAGES, ROWS, LENGTH, CHUNK = 40, 4, 128, 64
@@ -58,25 +59,9 @@ KINDS = {
         "final_logit_softcapping": 9.0,
         "position_embedding": "learned",
     },
-    "latent": {
-        "layer_pattern": "A",
-        "attention.num_key_value_heads": 4,
-        "mla.q_lora_rank": 24,
-        "mla.kv_lora_rank": 12,
-        "mla.qk_nope_head_dim": 8,
-        "mla.qk_rope_head_dim": 4,
-        "mla.v_head_dim": 6,
-    },
+    "latent": LATENT,
     "mamba": {"layer_pattern": "M", **MAMBA},
-    "deltanet": {
-        "layer_pattern": "[TD]G",
-        "attention.attention_output_gate": True,
-        "deltanet.linear_num_key_heads": 4,
-        "deltanet.linear_num_value_heads": 8,
-        "deltanet.linear_key_head_dim": 6,
-        "deltanet.linear_value_head_dim": 8,
-        "deltanet.linear_chunk_size": 8,
-    },
+    "deltanet": DELTAS,
     "hybrid": {"layer_pattern": "[M|G]E", **MAMBA, **EXPERTS},
     "experts": {"layer_pattern": "GE", **EXPERTS},
 }

@@ -17,6 +17,7 @@ from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.programs import StepTokens
+from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
     DrawRows,
@@ -29,7 +30,7 @@ from mjax.infer.sample import (
     settings_of,
 )
 from mjax.infer.sampling.limits import limited
-from mjax.infer.small_engine import bucket, completed
+from mjax.infer.small_engine import completed
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models import build, split
@@ -38,6 +39,7 @@ from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import is_spec
 from tests.generation import complete, engine_for
 from tests.marks import quick
+from tests.tiny_mixers import DELTAS, LATENT
 
 SMALL = {
     "vocab_size": 252,
@@ -65,15 +67,7 @@ VARIANTS = {
         "tie_word_embeddings": True,
     },
     "experts": {"layer_pattern": "GE", "moe.num_experts": 4, "moe.moe_intermediate_size": 16},
-    "latent": {
-        "layer_pattern": "A",
-        "attention.num_key_value_heads": 4,
-        "mla.q_lora_rank": 24,
-        "mla.kv_lora_rank": 12,
-        "mla.qk_nope_head_dim": 8,
-        "mla.qk_rope_head_dim": 4,
-        "mla.v_head_dim": 6,
-    },
+    "latent": LATENT,
     "states": {
         "layer_pattern": "[MD][M|G]",
         "mamba.mamba_num_heads": 8,
@@ -82,15 +76,7 @@ VARIANTS = {
         "mamba.n_groups": 2,
         "mamba.chunk_size": 8,
     },
-    "deltas": {
-        "layer_pattern": "[TD]G",
-        "attention.attention_output_gate": True,
-        "deltanet.linear_num_key_heads": 4,
-        "deltanet.linear_num_value_heads": 8,
-        "deltanet.linear_key_head_dim": 6,
-        "deltanet.linear_value_head_dim": 8,
-        "deltanet.linear_chunk_size": 8,
-    },
+    "deltas": DELTAS,
     "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }
 PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]

@@ -18,33 +18,23 @@ from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
 from tests.generation import complete
+from tests.laws.models import test_encoder_decoder as laws_of_t5
+from tests.laws.models import test_llava as laws_of_llava
 from tests.marks import quick
 
 IMAGE, NEW = 257, 140
+# Models of the laws of training, with weights that make tokens vary.
 LLAVA = [
-    "model.vocab_size=258",
-    "model.hidden_size=32",
-    "model.num_hidden_layers=3",
-    "model.layer_pattern='V,[P],G'",
-    "model.intermediate_size=40",
+    *laws_of_llava.LLAVA,
     "model.initializer_range=0.3",
     "model.max_position_embeddings=256",
     "data.seq_length=64",
-    "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
-    "num_attention_heads: 2, image_token_id: 257, max_images: 2}",
     "data.mock=true",
 ]
-T5 = {
-    "vocab_size": 128,
-    "hidden_size": 32,
+T5 = laws_of_t5.MODEL | {
     "num_hidden_layers": 3,
     "layer_pattern": "B, [GXD]*2",
-    "intermediate_size": 48,
-    "position_embedding": "relative",
-    "relative": {"num_buckets": 8, "max_distance": 12},
     "initializer_range": 0.3,
-    "decoder_start_token_id": 3,
-    "attention": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 
