@@ -12,7 +12,7 @@ NOTEBOOK = ROOT / "docs" / "train" / "fine_tuning.ipynb"
 SMALL = {"num_hidden_layers": 1, "eval_steps": 1, "sample_tokens": 2, "seq_length": 128}
 # A corpus of a few files, and a step of each run.
 TINY = {
-    "TEXT": str(ROOT / "mjax" / "train"),
+    "TEXT": str(ROOT / "mjax" / "train" / "*.py"),
     "PRETRAINING": 1,
     "FINE_TUNING": 1,
     "ANSWERS": 2,
