@@ -88,7 +88,9 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
     assert objective.counts(batch)["loss"] == 2
 
 
-@pytest.mark.parametrize("feature", ["llava", "llava-onevision"])  # whose newline moves, too
+@pytest.mark.parametrize(
+    "feature", quick(["llava", "llava-onevision"], 1)
+)  # whose newline moves, too
 def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments(feature):
     freeze = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
     fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"

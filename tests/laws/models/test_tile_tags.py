@@ -199,7 +199,8 @@ def one_device():
     return {}
 
 
-@pytest.mark.parametrize("cell, keys", quick(CASES, 0), ids=str)
+@slow
+@pytest.mark.parametrize("cell, keys", CASES, ids=str)
 def test_loss_and_gradients_with_tags_are_the_same_on_meshes(data, cell, keys, one_device):
     if keys not in one_device:
         one_device[keys] = numbers(data, Cell(rows=8), *keys)

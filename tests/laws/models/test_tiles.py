@@ -128,6 +128,7 @@ def test_what_is_interpolated_is_the_mean_of_its_neighbors():
     np.testing.assert_allclose(found.weights.sum(1), 1)
 
 
+@slow
 def test_images_that_are_a_tile_each_are_llava_s_with_a_learned_token_behind_each():
     cfg = load(None, MOCK).model
     whole = load(None, [*TEXT, SIZES + "}", "data.mock=true"]).model

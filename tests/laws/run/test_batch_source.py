@@ -15,6 +15,7 @@ from mjax.run.resume import restored_record
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run.test_failures import losses, records
+from tests.marks import slow
 from tests.tiny import TINY
 
 STEPS, ROWS, WIDTH = 6, 4, 16
@@ -74,6 +75,7 @@ def final_params(cfg):
     return trainer, jax.device_get(trainer.params())
 
 
+@slow
 def test_a_run_on_batches_from_here_goes_on_from_what_its_checkpoint_says_of_them(tmp_path):
     whole, parts = config(tmp_path / "whole"), config(tmp_path / "parts", steps=4)
     for cfg in (whole, parts, config(tmp_path / "parts")):

@@ -28,7 +28,7 @@ from tests.decoding import end_itself, exit_with_4, length
 from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_vision import VIT
-from tests.marks import slow
+from tests.marks import quick, slow
 from tests.processes import start_process
 
 KINDS = ("lines", "tar", "parquet", "folder")
@@ -299,7 +299,7 @@ def test_a_large_jpeg_is_decoded_small_and_stays_the_picture():
 
 
 @pytest.mark.parametrize(
-    "dies, how", [(end_itself, r"signal 9 \(SIGKILL\)"), (exit_with_4, "exit code 4")]
+    "dies, how", quick([(end_itself, r"signal 9 \(SIGKILL\)"), (exit_with_4, "exit code 4")], 1)
 )
 def test_a_process_that_ends_is_one_line_and_the_next_batch_has_a_new_one(dies, how):
     pool, found = Decoders(2), {}

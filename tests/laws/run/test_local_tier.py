@@ -15,7 +15,7 @@ from mjax.train import Trainer
 from tests.laws.run import test_processes as processes
 from tests.laws.run.test_failures import events, losses, run, start, steps, wait_until
 from tests.laws.run.test_processes import finish
-from tests.marks import slow
+from tests.marks import quick, slow
 from tests.tiny import TINY
 
 KEYS = ["train.steps=8", "checkpoint.interval=4", "checkpoint.local_interval=1"]
@@ -103,7 +103,7 @@ def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     assert fresh.restore(4) == 4 and fresh.checkpoints.source is fresh.store
 
 
-@pytest.mark.parametrize("damaged,source", [([7], "/6\n"), ([7, 6], "checkpoints/4\n")])
+@pytest.mark.parametrize("damaged,source", quick([([7], "/6\n"), ([7, 6], "checkpoints/4\n")], 1))
 def test_damage_in_the_local_tier_costs_the_steps_it_held(
     tmp_path, unbroken, monkeypatch, capfd, caplog, damaged, source
 ):

@@ -135,7 +135,6 @@ def exchanged_and_computed(trainer: Trainer) -> tuple[set, set]:
             (Cell({"dp": 2}, 3, 2), (UNROLLED,)),
             (Cell({"pp": 2, "dp": 2}, 1, 2), ()),
         ],
-        0,
         3,
     ),
 )
@@ -155,6 +154,7 @@ def test_the_program_holds_no_gradient_or_exchange_of_them(cell, more):
     assert not any(map(wide, frozen))
 
 
+@slow
 def test_a_run_resumes_and_another_choice_is_refused(tmp_path):
     keys = FREEZE, f"run.dir={tmp_path}"
     whole, resumed = (make_trainer("dense", Cell(), *keys) for _ in range(2))
@@ -171,7 +171,7 @@ def test_a_run_resumes_and_another_choice_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "feature, stack, part",
-    [("muon", "dense", "attention"), ("experts", "moe", "mlp")],
+    quick([("muon", "dense", "attention"), ("experts", "moe", "mlp")], 1),
 )
 def test_matrices_of_muon_and_experts_freeze(feature, stack, part):
     where = Cell({"dp": 2, "ep": 2 if feature == "experts" else 1}, 1, 2)

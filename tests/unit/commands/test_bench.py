@@ -16,6 +16,7 @@ from mjax.config import load
 from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
+from tests.marks import quick
 
 TINY = [
     "model.vocab_size=64",
@@ -211,15 +212,20 @@ def test_baseline_that_cannot_be_read_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "name, shape, flops, works",
-    [
-        ("attention", (1, 32, 4, 2, 8, 2), 2 * 1 * 4 * 32 * 32 / 2 * 8, 4),
-        ("loss", (40, 200, 8), 6 * 40 * 256 * 8, 3),
-        ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
-        ("norm", (64, 8, 1), None, 17),
-        ("grouped", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
-        ("grouped8", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
-        ("ssd", (1, 48, 4, 2, 8, 16), 48 * (2 * 16 * 64 + 4 * 8 * (64 + 4 * 16)), 8),
-    ],
+    quick(
+        [
+            ("attention", (1, 32, 4, 2, 8, 2), 2 * 1 * 4 * 32 * 32 / 2 * 8, 4),
+            ("loss", (40, 200, 8), 6 * 40 * 256 * 8, 3),
+            ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
+            ("norm", (64, 8, 1), None, 17),
+            ("grouped", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
+            ("grouped8", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
+            ("ssd", (1, 48, 4, 2, 8, 16), 48 * (2 * 16 * 64 + 4 * 8 * (64 + 4 * 16)), 8),
+        ],
+        1,
+        2,
+        4,
+    ),
 )
 def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
     args = [name, "--shape", ",".join(map(str, shape)), "--samples", "1"]

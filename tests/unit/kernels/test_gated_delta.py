@@ -15,7 +15,7 @@ from mjax.kernels.recurrence.gated_delta import (
     gated_delta_step,
 )
 from tests.devices import GPU, choose_for
-from tests.marks import slow
+from tests.marks import quick, slow
 from tests.triton_interpreter import interpret
 from tests.unit.kernels.test_ssd import fp64, gradients, near  # noqa: F401 - a fixture
 
@@ -202,7 +202,7 @@ def test_the_kernel_solves_systems_as_substitution_does(monkeypatch, transposed)
     np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", quick([False, True], 1))
 def test_kernels_equal_plain_jax(monkeypatch, packed):
     """Values, final state and all gradients, in fp32, which the chooser leaves to plain JAX."""
     inputs, starts, initial = draw(140, 1, 2, 0.1, size=64, width=64, dtype=jnp.float32)

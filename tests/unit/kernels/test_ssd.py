@@ -8,7 +8,7 @@ import pytest
 from mjax.kernels.recurrence import chunks
 from mjax.kernels.recurrence.causal_conv import causal_conv, last_tokens, plain_conv
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd, ssd_final, ssd_step
-from tests.marks import slow
+from tests.marks import quick, slow
 
 
 @pytest.fixture
@@ -238,7 +238,9 @@ def slow_conv(x, weight, bias, starts, history):
     return jnp.stack(made, 1)
 
 
-@pytest.mark.parametrize("length, taps, channels", [(11, 4, (6,)), (2, 4, (2, 3)), (9, 2, (5,))])
+@pytest.mark.parametrize(
+    "length, taps, channels", quick([(11, 4, (6,)), (2, 4, (2, 3)), (9, 2, (5,))], 0, 1)
+)
 def test_convolution(fp64, length, taps, channels):
     rng = np.random.default_rng(length)
     shapes = (2, length, *channels), (*channels, taps), channels, (2, taps - 1, *channels)

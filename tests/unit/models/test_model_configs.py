@@ -99,6 +99,7 @@ def test_shipped_configs_load_and_reload(path, tmp_path):
     assert load(tmp_path / "resolved.yaml") == cfg
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_traces_abstractly_at_full_size(name):
     """The whole loss and its gradient trace at full size; nothing is allocated."""

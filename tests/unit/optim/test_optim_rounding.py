@@ -12,6 +12,7 @@ from mjax.errors import UserError
 from mjax.optim.build import Optimizer
 from mjax.optim.rounding import element_offsets, mix, random_bits, round_to_bf16
 from mjax.prove import Cell, make_trainer
+from tests.marks import quick
 from tests.updates import updated_state
 
 LOW = ["precision.params=bfloat16", "optimizer.mu_dtype=bfloat16", "optimizer.nu_dtype=bfloat16"]
@@ -88,7 +89,11 @@ def alone() -> dict:
 
 @pytest.mark.parametrize(
     ("mesh", "zero"),
-    [({"dp": 8}, 1), ({"dp": 2, "tp": 2, "cp": 2}, 3), ({"pp": 2, "dp": 3}, 1), ({"tp": 2}, 0)],
+    quick(
+        [({"dp": 8}, 1), ({"dp": 2, "tp": 2, "cp": 2}, 3), ({"pp": 2, "dp": 3}, 1), ({"tp": 2}, 0)],
+        1,
+        2,
+    ),
 )
 def test_every_mesh_and_zero_stage_rounds_alike(alone, mesh, zero):
     """Bit for bit, though shards are padded and pipelines store layers in another order."""

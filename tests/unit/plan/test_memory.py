@@ -12,7 +12,7 @@ from mjax.plan.activations import kept
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device
 from mjax.run.dry_run import dry_run
-from tests.marks import slow
+from tests.marks import quick, slow
 
 LLAMA = "configs/models/llama3_8b.yaml"
 SPECS = definition_of(load(LLAMA, []).model).specs
@@ -202,7 +202,9 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name, layers, measured",
-    [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)],
+    quick(
+        [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)], 0
+    ),
 )
 def test_the_estimate_of_experts_is_near_what_an_h200_measured(name, layers, measured):
     """On 2026-11-23 and 25: one GPU, s4096, 4 micro-batches of 2 (docs/train/memory.md)."""
