@@ -114,7 +114,7 @@ def make_engine(
     given = {"dtype": "float32", "tokenizer": LETTERS, "pages": PAGES} | options
     made = Engine(definition, params, cfg, limits=limits, **given)
     if not all_sizes:
-        made._sizes = tuple(sizes[-1:] for sizes in made._sizes)
+        made.runner.sizes = tuple(sizes[-1:] for sizes in made.runner.sizes)
     return made
 
 

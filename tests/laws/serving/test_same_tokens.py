@@ -136,7 +136,7 @@ PAGES_OF_64 = ["keys and values", "windows alone", "latent", "hybrid"]
 
 @pytest.mark.parametrize("kind", quick(PAGES_OF_64))
 def test_pages_of_64_tokens_give_the_same_tokens(kind, monkeypatch):
-    for module in ("engine", "programs"):
+    for module in ("engine", "steps.programs", "steps.runner"):
         monkeypatch.setattr(f"mjax.infer.{module}.PAGE", 64)
     asks = [Ask([*SHARED, *range(30), i], SamplingParams(max_tokens=50)) for i in range(4)]
     given = make_engine(kind, pages=12)

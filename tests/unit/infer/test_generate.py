@@ -16,7 +16,6 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.programs import StepTokens
 from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
@@ -31,6 +30,7 @@ from mjax.infer.sample import (
 )
 from mjax.infer.sampling.limits import limited
 from mjax.infer.small_engine import completed
+from mjax.infer.steps.programs import StepTokens
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models import build, split
@@ -178,8 +178,8 @@ def test_a_step_sends_no_latents_over_tp():
 
 def only_activations_move(engine):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
-    records = engine._records.empty(engine.limits.rows)
-    text = engine._program(StepTokens(), records, RowRules(), Draws()).as_text()
+    records = engine.runner.records.empty(engine.limits.rows)
+    text = engine.runner.program(StepTokens(), records, RowRules(), Draws()).as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
@@ -193,13 +193,13 @@ def test_few_programs_are_compiled():
     kinds = {"repetition_penalty": 2.0}, {}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 3}
     for kind in kinds:
         run_on(engine, [[1]], **kind)
-    before = len(engine._compiled)
+    before = len(engine.runner.compiled)
     assert before == 2 * len(kinds)
     for length in (2, 7, 16):
         run_on(engine, [[1] * length], repetition_penalty=1 + length)
         run_on(engine, [[1] * length], temperature=length)
         run_on(engine, [[1] * length], temperature=length, top_p=1 / length)
-    assert len(engine._compiled) == before
+    assert len(engine.runner.compiled) == before
     assert [bucket(n) for n in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
 
 
@@ -233,8 +233,8 @@ def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dty
 def test_rows_end_at_eos_and_the_batch_when_all_have(greedy, monkeypatch):
     eos = {greedy[0].token_ids[3], greedy[1].token_ids[1], greedy[2].token_ids[5]}
     engine = engine_for(made(), PROMPTS, NEW, tokenizer=LETTERS, eos=sorted(eos))
-    steps, launch = [], engine._launch
-    monkeypatch.setattr(engine, "_launch", lambda *a: steps.append(1) or launch(*a))
+    steps, launch = [], engine.runner._launch
+    monkeypatch.setattr(engine.runner, "_launch", lambda *a: steps.append(1) or launch(*a))
     rows = run_on(engine)
     for row, whole in zip(rows, greedy, strict=True):
         end = next(i for i, token in enumerate(whole.token_ids) if token in eos)

@@ -88,7 +88,7 @@ def test_company_and_preemption_change_no_token(kind, sizes):
     assert len({tuple(row.token_ids) for row in found}) == 3
     assert all(lane.pool.cached == lane.pool.used == 0 for lane in engine.lanes) or kind is llava
     if not sizes:
-        assert engine.prefills > 6, "some were preempted and computed anew"
+        assert engine.runner.prefills > 6, "some were preempted and computed anew"
 
 
 def test_penalties_of_an_encoder_decoder_count_what_its_decoder_made():
