@@ -1,6 +1,6 @@
 """Continuous batching: requests come and go while the device works.
 
-A step asks each lane's `Scheduler` for a plan and has its work launched (`steps/runner.py`), as a
+A step asks each lane's `Scheduler` for a plan and has its work launched (`step_runner.py`), as a
 program of decoding, of prefill, or both. It then reads what the step before drew, so the device
 never waits for the host. Host arrays are the truth about rows; only their last tokens stay
 on the device. Invariant: a request's tokens depend on the request and the weights, not on what
@@ -31,7 +31,7 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.steps.runner import Result, StepRunner
+from mjax.infer.step_runner import Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 

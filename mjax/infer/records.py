@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mjax.infer.programs import record_dtype
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, Scored
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.steps.programs import record_dtype
 
 
 @dataclass(eq=False)

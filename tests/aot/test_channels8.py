@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
-from mjax.infer.steps.programs import EnginePrograms, PoolSizes
+from mjax.infer.programs import EnginePrograms, PoolSizes
 from mjax.kernels.fp8.channels import Channels8
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices

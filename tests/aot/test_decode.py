@@ -10,8 +10,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
 from mjax.infer.caches.paged import PAGE
+from mjax.infer.programs import EnginePrograms, PoolSizes, StepTokens, record_dtype
 from mjax.infer.sample import Draws, RowRules
-from mjax.infer.steps.programs import EnginePrograms, PoolSizes, StepTokens, record_dtype
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
 from mjax.sharding.spec import is_spec

@@ -16,6 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
+from mjax.infer.programs import StepTokens
 from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
@@ -30,7 +31,6 @@ from mjax.infer.sample import (
 )
 from mjax.infer.sampling.limits import limited
 from mjax.infer.small_engine import completed
-from mjax.infer.steps.programs import StepTokens
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models import build, split

@@ -15,6 +15,14 @@ import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 from mjax.infer.caches.paged import PAGE
+from mjax.infer.programs import (
+    CHUNKS,
+    EnginePrograms,
+    PoolSizes,
+    StepState,
+    StepTokens,
+    fitting_pages,
+)
 from mjax.infer.records import (
     Launched,
     Records,
@@ -32,14 +40,6 @@ from mjax.infer.records import (
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.steps.programs import (
-    CHUNKS,
-    EnginePrograms,
-    PoolSizes,
-    StepState,
-    StepTokens,
-    fitting_pages,
-)
 from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
 from mjax.models.base.params import Definition
 
