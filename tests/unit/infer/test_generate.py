@@ -38,7 +38,7 @@ from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import is_spec
 from tests.generation import complete, engine_for
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.tiny_mixers import DELTAS, LATENT
 
 SMALL = {
@@ -117,8 +117,7 @@ def greedy(plain):
 # ---- decoding ----------------------------------------------------------------------------------
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", quick(VARIANTS))  # laws/serving has its sister
 def test_a_batch_equals_running_every_whole_prefix(name):
     definition, params, cfg = made(**VARIANTS[name])
     rows = complete((definition, params, cfg), PROMPTS, NEW)
@@ -142,7 +141,7 @@ def test_a_row_does_not_depend_on_its_batch(plain, greedy):
     assert alone == run_on(plain, **hot)[0].token_ids != greedy[0].token_ids
 
 
-@pytest.mark.parametrize("tp", [2, 4])  # 4: more devices than kv heads
+@pytest.mark.parametrize("tp", quick([2, 4], 0))  # 4: more devices than kv heads
 def test_tokens_are_equal_under_tp(tp, plain, greedy):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
     engine = engine_for(made(mesh), PROMPTS, NEW)
@@ -160,7 +159,7 @@ KINDS = [("window", 4), ("softcap", 4), ("learned", 2), ("experts", 2), ("branch
 KINDS += [("latent", 4), ("states", 2), ("states", 4)]
 
 
-@pytest.mark.parametrize("name, tp", quick(KINDS, 1))
+@pytest.mark.parametrize("name, tp", quick(KINDS))
 def test_every_kind_of_layer_continues_under_tp(name, tp):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
     alone = complete(made(**VARIANTS[name]), PROMPTS, NEW)
@@ -170,6 +169,7 @@ def test_every_kind_of_layer_continues_under_tp(name, tp):
         np.testing.assert_allclose(row.logprobs, one.logprobs, atol=2e-5)
 
 
+@slow
 def test_a_step_sends_no_latents_over_tp():
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
     cache = only_activations_move(engine_for(made(mesh, **VARIANTS["latent"]), PROMPTS, NEW))
@@ -188,13 +188,13 @@ def only_activations_move(engine):
     return engine.programs.empty().caches[0]["attention"]
 
 
-def test_few_programs_are_compiled():
-    engine = engine_for(made(), [[1] * 16], NEW)
+def test_few_programs_are_compiled(plain):
+    engine, first = plain, len(plain.runner.compiled)
     kinds = {"repetition_penalty": 2.0}, {}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 3}
     for kind in kinds:
         run_on(engine, [[1]], **kind)
     before = len(engine.runner.compiled)
-    assert before == 2 * len(kinds)
+    assert 0 < before - first <= 2 * len(kinds)
     for length in (2, 7, 16):
         run_on(engine, [[1] * length], repetition_penalty=1 + length)
         run_on(engine, [[1] * length], temperature=length)

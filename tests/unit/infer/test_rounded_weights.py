@@ -19,7 +19,7 @@ from mjax.sharding.collectives import LOCAL
 from mjax.sharding.mesh import make_mesh, on_shards, parallel_of
 from mjax.sharding.rules import partition
 from mjax.sharding.spec import ParamSpec, is_spec
-from tests.marks import quick, slow
+from tests.marks import quick
 from tests.unit.infer.test_generate import PROMPTS, VARIANTS, made
 
 F32 = jnp.dtype("float32")
@@ -93,7 +93,7 @@ def test_parameters_are_freed_as_they_are_rounded():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("cut", ["inputs", "outputs"])
+@pytest.mark.parametrize("cut", quick(["inputs", "outputs"], 0))
 def test_products_on_a_mesh_are_those_of_one_device(cut):
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
     parallel, rng = parallel_of(mesh), np.random.default_rng(0)
@@ -123,7 +123,7 @@ def alone(served):
     return completed(served)
 
 
-@pytest.mark.parametrize("tp", [pytest.param(2), pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("tp", quick([2, 4]))
 def test_the_engine_on_a_mesh_says_what_one_device_says(tp, alone):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
     definition, params, cfg = made(mesh, initializer_range=SPREAD)
