@@ -1,21 +1,15 @@
 """Continuous batching: requests come and go while the device works.
 
-A step asks each lane's `Scheduler` for a plan, writes it into records, and launches a program of
-decoding, of prefill, or both (`programs.py`). It then reads what the step before drew, so the
-device never waits for the host. Host arrays are the truth about rows; only their last tokens stay
+A step asks each lane's `Scheduler` for a plan and has its work launched (`step_runner.py`), as a
+program of decoding, of prefill, or both. It then reads what the step before drew, so the device
+never waits for the host. Host arrays are the truth about rows; only their last tokens stay
 on the device. Invariant: a request's tokens depend on the request and the weights, not on what
 runs beside it, when it came, or how often it was preempted.
 """
 
 import functools
 import itertools
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
@@ -30,39 +24,14 @@ from mjax.infer.checks import (
     longest_window,
 )
 from mjax.infer.grammar import GrammarMatcher, Grammars
-from mjax.infer.programs import (
-    CHUNKS,
-    EnginePrograms,
-    PoolSizes,
-    StepState,
-    StepTokens,
-    fitting_pages,
-)
-from mjax.infer.records import (
-    Launched,
-    Records,
-    Request,
-    RequestSample,
-    RowWork,
-    TokenUpdate,
-    bucket,
-    drafts_of,
-    flat_ids,
-    holding,
-    kept_places,
-    powers_of_two,
-    read_scores,
-    rules_of_rows,
-    shown_tokens,
-    united,
-)
+from mjax.infer.records import Request, RequestSample, RowWork, TokenUpdate, shown_tokens
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, token_rules
-from mjax.infer.sample import Drawn, Draws, RowRules, draws_of
+from mjax.infer.sample import Draws, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
+from mjax.infer.step_runner import Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
@@ -116,42 +85,29 @@ class Engine:
         check_engine(cfg, dtype, cache_dtype, drafts)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits, batch_invariant)
-        self._definition, self._dtype = definition, jnp.dtype(dtype)
-        self._form = form_of(weight_dtype, definition.specs)
-        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
-        self._places = jax.tree.map(lambda p: p.sharding, self._params)
-        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
-        decode = rows[-1:] if fixed_rows or batch_invariant else rows
-        self._sizes = decode, tokens[-1:] if batch_invariant else tokens
-        self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
-        width = -(-(limits.length + drafts) // PAGE)
-        self._whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
-        first = 2 if pages is None else pages
-        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
-        of_model = definition, cfg, mesh_of(params), self._dtype
-        self.programs = EnginePrograms(*of_model, sizes, self._form)
-        if pages is None:
-            self._fill_memory()
+        self.runner = StepRunner(
+            definition,
+            params,
+            cfg,
+            limits,
+            dtype=dtype,
+            pages=pages,
+            cache_dtype=cache_dtype,
+            weight_dtype=weight_dtype,
+            fixed_rows=fixed_rows,
+            batch_invariant=batch_invariant,
+            donate=donate,
+            drafts=drafts,
+        )
+        self.programs = self.runner.programs
         self.lanes = self._empty_lanes(cache_prefixes and not keeps_states(cfg))
-        self._records = Records(len(self.lanes), limits, width)
-        self._state: StepState | None = None  # taken when the first program is launched
-        self._compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._warm: tuple[Draws, ...] = ()
-        self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, RequestSample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
-        self.version, self._paused, self._sleeps = 0, False, False
-        self.prefills = 0  # programs of prefill so far
+        self._paused = self._sleeps = False
         self._drafts, self._drafter = drafts, drafter or RepeatedTexts()
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
-
-    def _fill_memory(self) -> None:
-        """Give the programs as many pages as fit into memory."""
-        largest = (self._sizes[1][-1], self._chunks), (None, self._sizes[0][-1])
-        pages = fitting_pages(self.programs, self._params, largest)
-        self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
 
     def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
         """The schedulers of all lanes, with pools of their own."""
@@ -185,13 +141,13 @@ class Engine:
         prompt = ids_of(prompt)
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
-        if self._params is None:
+        if not self.runner.has_weights:
             raise UserError("the engine slept without weights; give them by update_weights")
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
         rules = token_rules(params, self.tokenizer, self.cfg.vocab_size, self.eos)
-        inputs = whole_inputs(self.cfg, prompt, items or {}, self._whole_sizes)
+        inputs = whole_inputs(self.cfg, prompt, items or {}, self.runner.whole_sizes)
         begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
         if params.prompt_logprobs is not None:
@@ -227,7 +183,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do; a paused engine has not."""
-        return bool(self._flying or (self.requests and not self._paused))
+        return bool(self.runner.in_flight or (self.requests and not self._paused))
 
     def step(self) -> list[TokenUpdate]:
         """Launch the next work of all lanes and return tokens of the work before."""
@@ -236,7 +192,7 @@ class Engine:
         found: list[TokenUpdate] = []
         self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
-        before = len(self._flying)
+        before = self.runner.in_flight
         decode, prefill = [], []
         for plan in plans:
             # Samples of a plan may have ended since: a later lane may have read all tokens.
@@ -244,22 +200,10 @@ class Engine:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
             decode.append([RowWork(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
             prefill.append(list(map(self._work, chunks)))
-        if any(decode):
-            rows = holding(self._sizes[0], max(map(len, decode)))
-            always = self.limits.computes_once  # the program does not depend on others' drafts
-            drafts = drafts_of(decode, rows, self._drafts, always)
-            self._launch(decode, rows, StepTokens(drafts=drafts))
-        for lane, chunks in enumerate(prefill):
-            if chunks and chunks[0].sample.tokens.whole:
-                alone = [chunks if number == lane else [] for number in range(len(prefill))]
-                self._prefill(alone, 1, self._whole_sizes, self._inputs(chunks[0].sample))
-                prefill[lane] = []
-        while any(prefill):
-            part = [chunks[: self._chunks] for chunks in prefill]
-            self._prefill(part, self._chunks, self._sizes[1])
-            prefill = [chunks[self._chunks :] for chunks in prefill]
+        self.runner.decode(decode)
+        self.runner.prefill(prefill)
         # Guesses need all tokens before them.
-        return found + self._read(all_but=0 if self._drafts else len(self._flying) - before)
+        return found + self._read(all_but=0 if self._drafts else self.runner.in_flight - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
 
@@ -279,12 +223,9 @@ class Engine:
         running requests stay, and each token's `weight_versions` says which weights made it.
         Raises `UserError` for arrays of another model, and goes on with the weights it has.
         """
-        require_weights(self._definition.specs, params)
+        self.runner.require_weights(params)
         found = self._read(all_but=0)
-        self._params = None  # memory for one copy is enough
-        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, self._places)
-        self.version += 1
+        self.runner.replace_weights(params, donate)
         for lane in self.lanes:
             lane.pool.forget()
         return found
@@ -294,13 +235,10 @@ class Engine:
 
         weights: lets go of them, too; `update_weights` gives others.
         """
-        if self.requests or self._flying:
+        if self.requests or self.runner.in_flight:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
-        self._state, self._sleeps = None, True
-        if weights:
-            self._params = None
+        self.runner.free(weights=weights)
+        self._sleeps = True
         for lane in self.lanes:
             lane.pool.forget()
 
@@ -314,23 +252,14 @@ class Engine:
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
         """
-        if self._sleeps or self._params is None:
+        if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
-        if any(kind.penalties for kind in draws):
-            self._begin_counts()
-        rows, tokens = self._sizes
-        inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
-        if self._drafts:
-            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
-            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
-        for count in tokens:
-            ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((StepTokens(ids), self._records.empty(self._chunks)))
-        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda call: self._program(*call), calls))
-        self._warm = tuple(draws)
-        return len(self._compiled)
+        return self.runner.warm_up(draws)
+
+    @property
+    def version(self) -> int:
+        """How often the weights have changed."""
+        return self.runner.version
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -355,113 +284,34 @@ class Engine:
     def _work(self, chunk: Chunk) -> RowWork:
         return RowWork(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
 
-    def _inputs(self, sample: RequestSample) -> Mapping:
-        """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
-        lanes = len(self.lanes)
-        return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
-
-    def _prefill(
-        self,
-        work: list[list[RowWork]],
-        rows: int,
-        sizes: Sequence[int],
-        inputs: Mapping | None = None,
-    ) -> None:
-        """Launch a program of prefill."""
-        self.prefills += 1
-        ids, labels = flat_ids(work, sizes), None
-        if any(entry.sample.scores_prompt for lane in work for entry in lane):
-            labels = flat_ids(work, sizes, ahead=1)
-        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
-
-    def _launch(self, work: list[list[RowWork]], rows: int, given: StepTokens) -> None:
-        """Launch a program for the work of all lanes."""
-        records = self._records.write(work, rows)
-        places: list[RequestSample | None] = [None] * len(records)
-        samples: dict[int, RequestSample] = {}
-        for number, entries in enumerate(work):
-            for place, entry in enumerate(entries, number * rows):
-                places[place] = entry.sample
-                if entry.samples:
-                    samples[place] = entry.sample
-        if self._state is None:
-            self._state = self.programs.empty()
-        rules = rules_of_rows(places, self.cfg.vocab_size)
-        draws = united([sample.draws for sample in places if sample is not None])
-        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
-        if draws.penalties:
-            self._count(filter(None, places))
-        program = self._program(given, records, rules, draws)
-        self._state, *results = program(self._params, self._state, given, records, rules)
-        for array in jax.tree.leaves(results):
-            array.copy_to_host_async()
-        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
-
-    def _program(
-        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
-    ) -> jax.stages.Compiled:
-        """The compiled program for inputs of these shapes."""
-        arrays, tree = jax.tree.flatten((given, records, rules))
-        state = self.programs.abstract_state if self._state is None else self._state
-        key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
-        if key not in self._compiled:
-            inputs = self._params, state, given, records, rules
-            self._compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
-        return self._compiled[key]
-
-    def _count(self, samples: Iterable[RequestSample]) -> None:
-        """Count the tokens of samples with penalties that have taken a slot since."""
-        self._begin_counts()
-        for sample in samples:
-            tokens = sample.tokens
-            if not sample.draws.penalties or sample.counted == tokens.admissions:
-                continue
-            sample.counted = tokens.admissions
-            ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
-            ids[: len(tokens.tokens)] = tokens.tokens
-            is_output = np.arange(len(ids)) >= sample.request.given
-            slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
-            self._state = self.programs.count(self._state, slot, ids, is_output)
-
-    def _begin_counts(self) -> None:
-        if self._state is None:
-            self._state = self.programs.empty()
-        if self._state.counts is None:
-            self._state = self._state._replace(counts=self.programs.empty_counts())
-
     # ---- results ---------------------------------------------------------------------------------
 
     def _read(self, all_but: int) -> list[TokenUpdate]:
         """The tokens of programs in flight but the last launched ones; waits for them."""
         found = []
-        while len(self._flying) > all_but:
-            drawn, scores, samples, version, drafts, work = self._flying.popleft()
-            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
-            if scores is not None:
-                read_scores(work, scores)
-            for place, sample in samples.items():
-                kept = kept_places(drawn.token, drafts, place)
-                for number in kept:
-                    if not sample.has_ended:
-                        text = self._push(sample, drawn, number, version, number > kept[0])
-                        found.append(TokenUpdate(sample.request, sample, text))
-                self.verified += drafts is not None and drafts[place, 0] >= 0
-                self.accepted += len(kept) - 1
+        for result in self.runner.results(all_but):
+            sample = result.sample
+            for place in result.kept:
+                if not sample.has_ended:
+                    text = self._push(result, place)
+                    found.append(TokenUpdate(sample.request, sample, text))
+            self.verified += result.had_drafts
+            self.accepted += len(result.kept) - 1
         return found
 
-    def _push(
-        self, sample: RequestSample, drawn: Drawn, place: int, version: int, after_draft: bool
-    ) -> str:
+    def _push(self, result: Result, place: int) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
+        sample, drawn = result.sample, result.drawn
         tokens, token = sample.tokens, int(drawn.token[place])
         top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
         logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
-        text = sample.answer.push(token, *logprobs, top, version)
+        text = sample.answer.push(token, *logprobs, top, result.version)
         if len(tokens.tokens) + 1 >= tokens.limit:
             text += sample.answer.finish("length")
         if sample.has_ended:  # a step that has the last token in it may be planned, never launched
             self._end(sample)
         else:
+            after_draft = place > result.kept[0]
             self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
         return text
 

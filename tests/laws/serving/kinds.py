@@ -113,9 +113,13 @@ def make_engine(
     limits = options.pop("limits", Limits(rows=ROWS, chunk=CHUNK, length=LENGTH))
     given = {"dtype": "float32", "tokenizer": LETTERS, "pages": PAGES} | options
     made = Engine(definition, params, cfg, limits=limits, **given)
-    if not all_sizes:
-        made._sizes = tuple(sizes[-1:] for sizes in made._sizes)
-    return made
+    return made if all_sizes else with_few_programs(made)
+
+
+def with_few_programs(given: Engine) -> Engine:
+    """The engine, whose programs have the most rows and tokens from now on."""
+    given.runner.sizes = tuple(sizes[-1:] for sizes in given.runner.sizes)
+    return given
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Law: each request has the numbers of the model with its own adapter, whatever runs beside it."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, tokens_of
 from tests.adapters import drawn_adapters
-from tests.laws.serving.kinds import VOCAB
+from tests.laws.serving.kinds import VOCAB, with_few_programs
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import slow
 
@@ -61,6 +62,17 @@ def assert_of_adapter(model: Pretrained, output: RequestOutput, slot: int) -> No
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def kept(model):
+    """Makes an engine for all tests, within the first one, where pages are small."""
+    return functools.cache(lambda: with_few_programs(tiny_engine(model, adapters=NAMES)))
+
+
+@pytest.fixture
+def given(kept) -> Engine:
+    return kept()
+
+
 def check(model: Pretrained, given: Engine) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (40, 5, 40, 33)]
@@ -74,15 +86,13 @@ def check(model: Pretrained, given: Engine) -> None:
         assert_of_adapter(model, request.output, slot)
 
 
-def test_rows_of_a_step_have_adapters_of_their_own(model):
-    given = tiny_engine(model, adapters=NAMES)
+def test_rows_of_a_step_have_adapters_of_their_own(model, given):
     check(model, given)
     with pytest.raises(UserError, match="adapter=three is not among .*: one, two"):
         given.add([1], SamplingParams(adapter="three"))
 
 
-def test_adapters_share_no_prefix(model):
-    given = tiny_engine(model, adapters=NAMES)
+def test_adapters_share_no_prefix(given):
     prompt = np.random.default_rng(1).integers(0, VOCAB, 80).tolist()
     hits = []
     for name in ("one", "two", None, "two", "one"):

@@ -11,7 +11,7 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.interop.pretrained import Pretrained
-from tests.laws.serving.kinds import VOCAB
+from tests.laws.serving.kinds import VOCAB, with_few_programs
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import slow
 
@@ -32,8 +32,8 @@ def model(kind: str) -> Pretrained:
 
 @functools.cache
 def engine(kind: str, chunk: int = 32) -> Engine:
-    """An engine that keeps its programs from test to test."""
-    return tiny_engine(model(kind), chunk=chunk)
+    """An engine that keeps its few programs from test to test."""
+    return with_few_programs(tiny_engine(model(kind), chunk=chunk))
 
 
 def prompts() -> list[list[int]]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.infer.cache import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.caches.paged import _in_8_bits
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.caches import KeysValues
@@ -136,7 +136,7 @@ PAGES_OF_64 = ["keys and values", "windows alone", "latent", "hybrid"]
 
 @pytest.mark.parametrize("kind", quick(PAGES_OF_64))
 def test_pages_of_64_tokens_give_the_same_tokens(kind, monkeypatch):
-    for module in ("engine", "programs"):
+    for module in ("engine", "programs", "step_runner"):
         monkeypatch.setattr(f"mjax.infer.{module}.PAGE", 64)
     asks = [Ask([*SHARED, *range(30), i], SamplingParams(max_tokens=50)) for i in range(4)]
     given = make_engine(kind, pages=12)

@@ -14,7 +14,7 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from mjax.infer.small_engine import DraftModel
-from tests.laws.serving.kinds import PAGE, VOCAB
+from tests.laws.serving.kinds import PAGE, VOCAB, with_few_programs
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
 
@@ -42,8 +42,8 @@ def drafting(kind: str, mesh: Mapping[str, int] | None = None, **options) -> Eng
 
 @functools.cache
 def engine(kind: str) -> Engine:
-    """An engine that keeps its programs from test to test."""
-    return drafting(kind)
+    """An engine that keeps its few programs from test to test."""
+    return with_few_programs(drafting(kind))
 
 
 def emptied(given: Engine, pages: int = 40) -> Engine:

@@ -60,12 +60,12 @@ def steps(given, count):
 def test_new_weights_give_their_own_tokens_and_find_no_old_prefix(given, others):
     before = served(given, ASKS)
     assert [o.num_cached_tokens for o in served(given, ASKS)] == [48, 16, 32]
-    compiled = len(given._compiled)
+    compiled = len(given.runner.compiled)
     given.update_weights(others)
     after = served(given, ASKS)
     assert [o.num_cached_tokens for o in after] == [0, 0, 0]
     assert_greedy(KIND, after, others)
-    assert tokens_of(after) != tokens_of(before) and len(given._compiled) == compiled
+    assert tokens_of(after) != tokens_of(before) and len(given.runner.compiled) == compiled
     assert {v for o in after for v in o.outputs[0].weight_versions} == {given.version}
 
 
@@ -138,7 +138,7 @@ def test_sleep_frees_caches_and_wakes_to_the_same_tokens(given, others):
     given.resume()
     given.abort(next(iter(given.requests)))
     given.step()
-    arrays = jax.tree.leaves(given._state)
+    arrays = jax.tree.leaves(given.runner._state)
     given.sleep()
     given.sleep()
     assert all(array.is_deleted() for array in arrays)

@@ -17,7 +17,7 @@ LONG = SamplingParams(max_tokens=100)
 
 @pytest.fixture
 def given(monkeypatch):
-    for module in ("engine", "programs"):
+    for module in ("engine", "programs", "step_runner"):
         monkeypatch.setattr(f"mjax.infer.{module}.PAGE", PAGE)
     made = emptied(engine(KIND))
     yield made

@@ -7,7 +7,7 @@ import pytest
 
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import MeshConfig
-from mjax.infer.cache import KVCache, empty_cache, extend, last_real, real_first
+from mjax.infer.caches.contiguous import KVCache, empty_cache, extend, last_real, real_first
 from mjax.models.base.context import Context, tokens_of
 from mjax.sharding.mesh import make_mesh
 from tests.generation import complete
@@ -46,7 +46,7 @@ def blocks(ids, sizes):
     assert (done == LENGTHS).all()
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, 0, 1))
+@pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_rows_grow_by_lengths_of_their_own(kind):
     """Blocks in which rows add 0 to 4 tokens give the activations of each row's whole text."""
     definition, params, cfg = made(**VARIANTS[kind])
@@ -109,7 +109,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("kind, sizes, rows", quick(MESHES, 0))
+@pytest.mark.parametrize("kind, sizes, rows", quick(MESHES))
 def test_every_mesh_continues_as_one_device_does(kind, sizes, rows):
     """Rows that dp and ep divide, and rows that they do not; pp and cp repeat the work."""
     mesh = MeshConfig(**dict.fromkeys(AXES, 1) | sizes)

@@ -8,7 +8,7 @@ import pytest
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
-from mjax.infer.cache import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
@@ -19,7 +19,7 @@ from mjax.sharding.collectives import LOCAL
 from mjax.sharding.mesh import make_mesh, on_shards, parallel_of
 from mjax.sharding.rules import partition
 from mjax.sharding.spec import ParamSpec, is_spec
-from tests.marks import quick, slow
+from tests.marks import quick
 from tests.unit.infer.test_generate import PROMPTS, VARIANTS, made
 
 F32 = jnp.dtype("float32")
@@ -93,7 +93,7 @@ def test_parameters_are_freed_as_they_are_rounded():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("cut", ["inputs", "outputs"])
+@pytest.mark.parametrize("cut", quick(["inputs", "outputs"], 0))
 def test_products_on_a_mesh_are_those_of_one_device(cut):
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
     parallel, rng = parallel_of(mesh), np.random.default_rng(0)
@@ -123,7 +123,7 @@ def alone(served):
     return completed(served)
 
 
-@pytest.mark.parametrize("tp", [pytest.param(2), pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("tp", quick([2, 4]))
 def test_the_engine_on_a_mesh_says_what_one_device_says(tp, alone):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
     definition, params, cfg = made(mesh, initializer_range=SPREAD)
@@ -135,16 +135,16 @@ def test_the_engine_on_a_mesh_says_what_one_device_says(tp, alone):
 
 def test_other_weights_are_rounded_too_and_nothing_is_compiled(served, alone):
     _, definition, params = model()
-    count = len(served._compiled)
+    count = len(served.runner.compiled)
     other = jax.tree.map(lambda x: jnp.flip(x, -1), params)
     served.update_weights(other)
     wanted = take_apart(definition.specs, other, F32, form=Channels8)
-    jax.tree.map(np.testing.assert_array_equal, served._params, wanted)
+    jax.tree.map(np.testing.assert_array_equal, served.runner._params, wanted)
     changed = [row.token_ids for row in completed(served)]
     served.update_weights(params)
     again = [row.token_ids for row in completed(served)]
     assert again == [row.token_ids for row in alone] != changed
-    assert len(served._compiled) == count
+    assert len(served.runner.compiled) == count
 
 
 def test_what_has_no_8_bit_form_is_refused_in_one_line():

@@ -1,0 +1,274 @@
+"""The device's half of the engine: weights, caches, compiled programs, and steps in flight.
+
+It launches the work that the engine plans (`engine.py`) and gives back what was drawn, in the order
+of launches. A launch does not wait, so the host plans the next step while the device works.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.config.schema.model import ModelConfig
+from mjax.infer.caches.paged import PAGE
+from mjax.infer.programs import (
+    CHUNKS,
+    EnginePrograms,
+    PoolSizes,
+    StepState,
+    StepTokens,
+    fitting_pages,
+)
+from mjax.infer.records import (
+    Launched,
+    Records,
+    RequestSample,
+    RowWork,
+    bucket,
+    drafts_of,
+    flat_ids,
+    holding,
+    kept_places,
+    powers_of_two,
+    read_scores,
+    rules_of_rows,
+    united,
+)
+from mjax.infer.sample import Drawn, Draws, RowRules
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
+from mjax.models.base.params import Definition
+
+Work = list[list[RowWork]]  # of each lane
+
+
+class Result(NamedTuple):
+    """The tokens of a sample that a step drew: those at places `kept` of `drawn`.
+
+    version: of the weights. had_drafts: whether guesses were verified.
+    """
+
+    sample: RequestSample
+    drawn: Drawn
+    kept: range
+    version: int
+    had_drafts: bool
+
+
+class StepRunner:
+    """Launches steps in order and reads what they drew; options are those of `Engine`.
+
+    sizes: rows of programs of decoding, and tokens of programs of prefill.
+    compiled: programs so far, by the shapes of their inputs.
+    prefills: programs of prefill that were launched.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        params: dict,
+        cfg: ModelConfig,
+        limits: Limits,
+        *,
+        dtype: str,
+        pages: int | None,
+        cache_dtype: str | None,
+        weight_dtype: str | None,
+        fixed_rows: bool,
+        batch_invariant: bool,
+        donate: bool,
+        drafts: int,
+    ):
+        self._definition, self._cfg, self._limits = definition, cfg, limits
+        self._dtype, self._drafts = jnp.dtype(dtype), drafts
+        self._form = form_of(weight_dtype, definition.specs)
+        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self._params)
+        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        decode = rows[-1:] if fixed_rows or batch_invariant else rows
+        self.sizes = decode, tokens[-1:] if batch_invariant else tokens
+        self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
+        width = -(-(limits.length + drafts) // PAGE)
+        self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
+        first = 2 if pages is None else pages
+        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
+        of_model = definition, cfg, mesh_of(params), self._dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form)
+        if pages is None:
+            self._fill_memory()
+        self.records = Records(self.programs.lanes, limits, width)
+        self._state: StepState | None = None  # taken when the first program is launched
+        self.compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._warm: tuple[Draws, ...] = ()
+        self._flying: deque[Launched] = deque()
+        self.version = self.prefills = 0
+
+    def _fill_memory(self) -> None:
+        """Give the programs as many pages as fit into memory."""
+        largest = (self.sizes[1][-1], self._chunks), (None, self.sizes[0][-1])
+        pages = fitting_pages(self.programs, self._params, largest)
+        self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
+
+    # ---- weights and memory ----------------------------------------------------------------------
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are any; `free` and a failed `replace_weights` may leave none."""
+        return self._params is not None
+
+    def replace_weights(self, params: dict, donate: bool) -> None:
+        """Go on with other weights, of which `require_weights` has said that they fit."""
+        self._params = None  # memory for one copy is enough
+        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
+        self._params = jax.device_put(apart, self._places)
+        self.version += 1
+
+    def require_weights(self, params: dict) -> None:
+        """Raise `UserError` for arrays of another model."""
+        require_weights(self._definition.specs, params)
+
+    def free(self, *, weights: bool) -> None:
+        """Free the caches, which the next launch takes again, and the weights if asked."""
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+        self._state = None
+        if weights:
+            self._params = None
+
+    def warm_up(self, draws: Sequence[Draws]) -> int:
+        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+        if any(kind.penalties for kind in draws):
+            self._begin_counts()
+        rows, tokens = self.sizes
+        inputs = [(StepTokens(), self.records.empty(n)) for n in rows]
+        if self._drafts:
+            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
+            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
+        for count in tokens:
+            ids = np.zeros((self.programs.lanes, count), np.int32)
+            inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
+        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda call: self.program(*call), calls))
+        self._warm = tuple(draws)
+        return len(self.compiled)
+
+    # ---- launches --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Number of programs whose results the host has not read."""
+        return len(self._flying)
+
+    def decode(self, work: Work) -> None:
+        """Launch a step of decoding, if there is any work."""
+        if not any(work):
+            return
+        rows = holding(self.sizes[0], max(map(len, work)))
+        always = self._limits.computes_once  # the program does not depend on others' drafts
+        drafts = drafts_of(work, rows, self._drafts, always)
+        self._launch(work, rows, StepTokens(drafts=drafts))
+
+    def prefill(self, work: Work) -> None:
+        """Launch the chunks of all lanes; a whole prompt has a program to itself."""
+        for lane, chunks in enumerate(work):
+            if chunks and chunks[0].sample.tokens.whole:
+                alone = [chunks if number == lane else [] for number in range(len(work))]
+                self._prefill(alone, 1, self.whole_sizes, self._inputs(chunks[0].sample))
+                work[lane] = []
+        while any(work):
+            part = [chunks[: self._chunks] for chunks in work]
+            self._prefill(part, self._chunks, self.sizes[1])
+            work = [chunks[self._chunks :] for chunks in work]
+
+    def _inputs(self, sample: RequestSample) -> Mapping:
+        """The inputs of a whole prompt; each lane gets them, of which one has its tokens."""
+        lanes = self.programs.lanes
+        return jax.tree.map(lambda array: np.repeat(array, lanes, 0), sample.request.inputs)
+
+    def _prefill(
+        self,
+        work: Work,
+        rows: int,
+        sizes: Sequence[int],
+        inputs: Mapping | None = None,
+    ) -> None:
+        """Launch a program of prefill."""
+        self.prefills += 1
+        ids, labels = flat_ids(work, sizes), None
+        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+            labels = flat_ids(work, sizes, ahead=1)
+        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+
+    def _launch(self, work: Work, rows: int, given: StepTokens) -> None:
+        """Launch a program for the work of all lanes."""
+        records = self.records.write(work, rows)
+        places: list[RequestSample | None] = [None] * len(records)
+        samples: dict[int, RequestSample] = {}
+        for number, entries in enumerate(work):
+            for place, entry in enumerate(entries, number * rows):
+                places[place] = entry.sample
+                if entry.samples:
+                    samples[place] = entry.sample
+        if self._state is None:
+            self._state = self.programs.empty()
+        rules = rules_of_rows(places, self._cfg.vocab_size)
+        draws = united([sample.draws for sample in places if sample is not None])
+        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
+        if draws.penalties:
+            self._count(filter(None, places))
+        program = self.program(given, records, rules, draws)
+        self._state, *results = program(self._params, self._state, given, records, rules)
+        for array in jax.tree.leaves(results):
+            array.copy_to_host_async()
+        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
+
+    def program(
+        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
+    ) -> jax.stages.Compiled:
+        """The compiled program for inputs of these shapes."""
+        arrays, tree = jax.tree.flatten((given, records, rules))
+        state = self.programs.abstract_state if self._state is None else self._state
+        key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
+        if key not in self.compiled:
+            inputs = self._params, state, given, records, rules
+            self.compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
+        return self.compiled[key]
+
+    def _count(self, samples: Iterable[RequestSample]) -> None:
+        """Count the tokens of samples with penalties that have taken a slot since."""
+        self._begin_counts()
+        for sample in samples:
+            tokens = sample.tokens
+            if not sample.draws.penalties or sample.counted == tokens.admissions:
+                continue
+            sample.counted = tokens.admissions
+            ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
+            ids[: len(tokens.tokens)] = tokens.tokens
+            is_output = np.arange(len(ids)) >= sample.request.given
+            slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
+            self._state = self.programs.count(self._state, slot, ids, is_output)
+
+    def _begin_counts(self) -> None:
+        if self._state is None:
+            self._state = self.programs.empty()
+        if self._state.counts is None:
+            self._state = self._state._replace(counts=self.programs.empty_counts())
+
+    # ---- results ---------------------------------------------------------------------------------
+
+    def results(self, all_but: int) -> Iterator[Result]:
+        """Yield the results of programs in flight but the last launched ones; waits for them."""
+        while len(self._flying) > all_but:
+            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
+            if scores is not None:
+                read_scores(work, scores)
+            for place, sample in samples.items():
+                kept = kept_places(drawn.token, drafts, place)
+                had_drafts = drafts is not None and drafts[place, 0] >= 0
+                yield Result(sample, drawn, kept, version, had_drafts)
