@@ -92,6 +92,12 @@ _QWEN3_NEXT = (
     | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
     | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
 )
+_LATENT_ROUTED = {k: v for k, v in (_LATENT | _ROUTED).items() if k != "first_k_dense_replace"}
+_FULL = ["full_attention"] * 3
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": _YARN | dict(rope_theta=5000.0),
+}
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -268,6 +274,58 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
     ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "olmo3": ("Olmo3", _NO_HEAD_DIM | dict(num_hidden_layers=5, rope_parameters=_TWO_ROPES)),
+    "seed_oss": ("SeedOss", _BASE | dict(residual_dropout=0.0, attention_dropout=0.0)),
+    "arcee": ("Arcee", _NO_HEAD_DIM | dict(attention_bias=True, mlp_bias=True)),
+    "minimax_m2": (
+        "MiniMaxM2",
+        _BASE | dict(intermediate_size=20, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8),
+    ),
+    "dots1": (
+        "Dots1",
+        _BASE | _ROUTED | dict(sliding_window=9, max_window_layers=2, norm_topk_prob=True),
+    ),
+    "exaone4": ("Exaone4", _NO_HEAD_DIM | dict(num_hidden_layers=5, sliding_window=9)),
+    "exaone4_full": ("Exaone4", _NO_HEAD_DIM | dict(sliding_window=None, layer_types=_FULL)),
+    "exaone_moe": (
+        "ExaoneMoe",
+        _BASE
+        | dict(num_hidden_layers=5, sliding_window=9, num_experts=8, num_experts_per_tok=3)
+        | dict(moe_intermediate_size=20, n_group=2, topk_group=1)
+        | dict(mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"]),
+    ),
+    "hy_v3": (
+        "HYV3",
+        _BASE
+        | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(num_shared_experts=2),
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {k: v for k, v in (_BASE | _ROUTED).items() if k != "first_k_dense_replace"}
+        | dict(attention_bias=True, partial_rotary_factor=0.5),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        _LATENT_ROUTED
+        | dict(q_lora_rank=20, n_group=2, topk_group=1)
+        | dict(mlp_layer_types=["sparse", "dense", "sparse"]),
+    ),
+    "youtu": ("Youtu", _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN)),
+    "granitemoe": (
+        "GraniteMoe",
+        _NO_HEAD_DIM
+        | dict(num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0)
+        | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0),
+    ),
+    "granite_swa": (
+        "GraniteSWA",
+        _NO_HEAD_DIM
+        | dict(num_hidden_layers=6, sliding_window=9, embedding_multiplier=3.0)
+        | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0)
+        | dict(layer_rope_theta=[0, 100.0, 0, 100.0, 5000.0, 100.0]),
+    ),
+    "starcoder2": ("Starcoder2", _NO_HEAD_DIM | dict(sliding_window=9)),
     "nemotron_nas": (
         "DeciLM",
         _NO_HEAD_DIM | dict(num_hidden_layers=len(nas.BLOCKS), block_configs=nas.BLOCKS),

@@ -60,6 +60,16 @@ _QWEN3_NEXT = {
 }
 MULTIPLIERS = alike("embedding_multiplier residual_multiplier logits_scaling")
 MULTIPLIERS |= alike("attention_multiplier", "attention.")
+# Granite's experts lie in one tensor.
+STACKED = {"expert_matrix": experts_stacked(outputs_first)}
+GRANITE_FUSED = {
+    "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+}
+GRANITE_RENAMES = (
+    ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+    ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
+    ("mlp.experts.", "block_sparse_moe."),
+)
 
 HYBRIDS: dict[str, Family] = {
     "mamba2": Family.of(
@@ -108,9 +118,7 @@ HYBRIDS: dict[str, Family] = {
         rename=(
             ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
             ("mlp.shared_expert.", "shared_mlp."),
-            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
-            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
-            ("mlp.experts.", "block_sparse_moe."),
+            *GRANITE_RENAMES,
             (".mlp.down_proj", ".shared_mlp.output_linear"),
         ),
         fused=_MIXER
@@ -119,9 +127,9 @@ HYBRIDS: dict[str, Family] = {
             "mlp.shared_expert.input_linear": tuple(
                 f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
             ),
-            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-        },
-        layouts={"expert_matrix": experts_stacked(outputs_first)},
+        }
+        | GRANITE_FUSED,
+        layouts=STACKED,
     ),
     "falcon_h1": Family.of(
         "FalconH1ForCausalLM",

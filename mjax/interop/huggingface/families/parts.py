@@ -88,6 +88,27 @@ def required(**values: Any) -> Part:
     return Part(read, lambda cfg: {})
 
 
+def of_kind(kind: str) -> Part:
+    """Layers of one kind, of which a config.json says nothing."""
+    return Part(lambda config: {"layer_pattern": kind}, lambda cfg: {})
+
+
+def called(part: Part, **names: str) -> Part:
+    """A part some of whose keys the family calls otherwise: `names` has the family's by its own."""
+
+    def read(config: dict) -> dict:
+        for own, name in names.items():
+            only(config, own)
+            if config.get(name) is not None:
+                config[own] = config.pop(name)
+        return part.read(config)
+
+    def write(cfg: ModelConfig) -> dict:
+        return {names.get(key, key): value for key, value in part.write(cfg).items()}
+
+    return Part(read, write)
+
+
 def ignored(*keys: str) -> Part:
     """Keys that say nothing about the models of this family."""
 
@@ -326,11 +347,18 @@ def every_second(config: dict, layers: int) -> list[bool]:
     return [i % 2 == 0 for i in range(layers)]
 
 
-def all_but_every_sixth(config: dict, layers: int) -> list[bool]:
-    """Gemma 3."""
-    period = config.pop("sliding_window_pattern", None) or config.pop("_sliding_window_pattern", 6)
-    config.pop("_sliding_window_pattern", None)
-    return [(i + 1) % period != 0 for i in range(layers)]
+def all_but_every(usual: int) -> Callable[[dict, int], list[bool]]:
+    """Gemma 3, OLMo 3, EXAONE 4: each `sliding_window_pattern`-th layer sees all, else `usual`."""
+
+    def windowed(config: dict, layers: int) -> list[bool]:
+        names = ("sliding_window_pattern", "_sliding_window_pattern")
+        said = [config.pop(name, None) for name in names]
+        period = said[0] or said[1] or usual
+        if isinstance(period, str) and period == "L" * (len(period) - 1) + "G":
+            period = len(period)
+        return [(i + 1) % period != 0 for i in range(layers)]
+
+    return windowed
 
 
 # ---- one family's own --------------------------------------------------------------------------

@@ -64,11 +64,12 @@ def typed_rope(
     theta: float,
     local: float,
     key: str = "rope_theta",
-    local_key: str = "rope_local_base_freq",
+    local_key: str | None = "rope_local_base_freq",
     scales_both: bool = False,
 ) -> Part:
     """One base for full and one for windowed layers, under keys of the family (Gemma 3's).
 
+    `local_key`: None: windowed layers have theirs in `rope_parameters` alone (OLMo 3's).
     `scales_both`: transformers scales windowed layers by `rope_scaling`, too, which is refused.
     """
 
@@ -98,11 +99,13 @@ def typed_rope(
         }
 
     def write(cfg: ModelConfig) -> dict:
-        return {
-            key: cfg.rope.rope_theta,
-            local_key: cfg.rope.rope_local_theta,
-            "rope_scaling": _rope_written(cfg),
-        }
+        own, scaling = cfg.rope.rope_local_theta, _rope_written(cfg)
+        out = {key: cfg.rope.rope_theta, "rope_scaling": scaling}
+        if local_key is not None:
+            return out | {local_key: own}
+        full = {"rope_type": "default", key: cfg.rope.rope_theta} | (scaling or {})
+        window = {"rope_type": "default", key: own}
+        return out | {"rope_parameters": {_FULL: full, _WINDOW: window}}
 
     return Part(read, write)
 

@@ -7,6 +7,7 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 
 from mjax.interop.huggingface.families.bert import ENCODERS
 from mjax.interop.huggingface.families.deepseek import (
+    SHARED_EXPERTS,
     dense_first,
     latent_attention_part,
     prediction_layers,
@@ -27,7 +28,7 @@ from mjax.interop.huggingface.families.nas import block_configs, norm_names
 from mjax.interop.huggingface.families.parts import (
     BIASED,
     activation,
-    all_but_every_sixth,
+    all_but_every,
     biases,
     every_second,
     every_second_below,
@@ -38,6 +39,7 @@ from mjax.interop.huggingface.families.parts import (
     gpt2_shape,
     ignored,
     layer_types,
+    of_kind,
     one_window,
     optional_window,
     same,
@@ -46,6 +48,7 @@ from mjax.interop.huggingface.families.parts import (
     two_dropouts,
     window_of_all,
 )
+from mjax.interop.huggingface.families.recent import MIXTRAL_RENAMES, RECENT
 from mjax.interop.huggingface.families.rope import rope, typed_rope
 from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
@@ -136,7 +139,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family.of(
         "Gemma3ForCausalLM",
         gemma_scales(True),
-        layer_types(all_but_every_sixth),
+        layer_types(all_but_every(6)),
         shape(_GELU2, **_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
         typed_rope(1e6, 1e4),
         biases(),
@@ -183,49 +186,43 @@ FAMILIES: dict[str, Family] = {
         experts("num_local_experts", **_MIXTRAL),
         shape(rms_norm_eps=1e-5),
         rope(1e6),
-        rename=(
-            ("mlp.gate.", "block_sparse_moe.gate."),
-            ("mlp.experts.", "block_sparse_moe.experts."),
-            (".gate_proj.", ".w1."),
-            (".up_proj.", ".w3."),
-            (".down_proj.", ".w2."),
-        ),
+        rename=MIXTRAL_RENAMES,
         left_out={"num_key_value_heads": 8},
     ),
     "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
-        dense_first("mla+mlp", "mla+experts"),
+        dense_first(of_kind("mla+mlp")),
         latent_attention_part(),
         routed_experts_v2(),
         shape(),
         rope(),
         biases(False, mlp=True),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"q_lora_rank": 1536},
     ),
     "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
-        dense_first("mla+mlp", "mla+experts"),
+        dense_first(of_kind("mla+mlp")),
         prediction_layers(),
         latent_attention_part(),
         routed_experts_v3(),
         shape(),
         rope(),
         biases(False),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
         mend=without_missing_predictions,
     ),
     "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
-        dense_first("full+mlp", "full+experts"),
+        dense_first(of_kind("full+mlp")),
         prediction_layers(),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5),
         rope(fraction=0.5),
         biases(out=False),
         same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"num_key_value_heads": 8, "first_k_dense_replace": 1},
         mend=without_missing_predictions,
     ),
@@ -300,6 +297,7 @@ FAMILIES: dict[str, Family] = {
         biases(mlp=True),
         name_of=norm_names,
     ),
+    **RECENT,
     **HYBRIDS,
     **ENCODERS,
     **T5,
