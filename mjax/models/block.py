@@ -48,6 +48,8 @@ class Block(nnx.Module):
             for word in group:
                 module = branch_class(word)(cfg, out_std, rngs)
                 setattr(self, BRANCHES[word].name, module)
+            for word in group[1:] if cfg.parallel_norms else ():
+                setattr(self, f"{BRANCHES[word].name}_norm", norm(_norm_names(1, after).before))
             setattr(self, f"{name}_post_norm", norm(names.after) if after and normed else None)
 
     def __call__(
@@ -89,7 +91,9 @@ class Block(nnx.Module):
                 branch = BRANCHES[word].name
                 of_branch = replace(inputs, word=word, salt=salts.inside)
                 held = None if cache is None else cache[branch]
-                output = getattr(self, branch)(h, of_branch, held)
+                own = None if branch == name else getattr(self, f"{branch}_norm", None)
+                read = h if own is None else own(x)
+                output = getattr(self, branch)(read, of_branch, held)
                 outputs.append(output.y)
                 statistics |= output.statistics
                 new_cache[branch] = output.cache

@@ -279,7 +279,8 @@ MODELS: dict[str, tuple[str, dict]] = {
     "arcee": ("Arcee", _NO_HEAD_DIM | dict(attention_bias=True, mlp_bias=True)),
     "minimax_m2": (
         "MiniMaxM2",
-        _BASE | dict(intermediate_size=20, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8),
+        _BASE
+        | dict(intermediate_size=20, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8),
     ),
     "dots1": (
         "Dots1",
@@ -303,7 +304,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "solar_open": (
         "SolarOpen",
         {k: v for k, v in (_BASE | _ROUTED).items() if k != "first_k_dense_replace"}
-        | dict(attention_bias=True, partial_rotary_factor=0.5),
+        | dict(attention_bias=True),
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
@@ -311,7 +312,11 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(q_lora_rank=20, n_group=2, topk_group=1)
         | dict(mlp_layer_types=["sparse", "dense", "sparse"]),
     ),
-    "youtu": ("Youtu", _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN)),
+    "youtu": (
+        "Youtu",
+        {k: v for k, v in _LATENT.items() if k != "first_k_dense_replace"}
+        | dict(q_lora_rank=None, rope_parameters=_YARN),
+    ),
     "granitemoe": (
         "GraniteMoe",
         _NO_HEAD_DIM

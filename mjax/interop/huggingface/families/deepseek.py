@@ -34,8 +34,6 @@ def dense_first(kinds: Part, first: int = 0, typed: bool = False) -> Part:
     def read(config: dict) -> dict:
         layers = config["num_hidden_layers"]
         types = config.pop("mlp_layer_types", None) if typed else None
-        if types is not None:
-            only(config, "first_k_dense_replace", types.count("dense"))
         dense = min(take(config, "first_k_dense_replace", first), layers)
         types = types or ["dense"] * dense + ["sparse"] * (layers - dense)
         if len(types) != layers or set(types) - words.keys():

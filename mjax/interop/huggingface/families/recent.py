@@ -30,7 +30,6 @@ from mjax.interop.huggingface.families.parts import (
     layer_types,
     of_kind,
     one_window,
-    optional_window,
     required,
     same,
     shape,
@@ -114,6 +113,12 @@ def _thetas_of_layers() -> Part:
     return Part(read, write)
 
 
+def _from_layer_62(config: dict, layers: int) -> list[bool]:
+    """dots.llm1, whose window is null in published files."""
+    first = take(config, "max_window_layers", 62)
+    return [i >= first for i in range(layers)]
+
+
 def _all_but_first_of_four(config: dict, layers: int) -> list[bool]:
     return [i % 4 != 0 for i in range(layers)]
 
@@ -195,7 +200,7 @@ RECENT: dict[str, Family] = {
     ),
     "dots1": Family.of(
         "Dots1ForCausalLM",
-        dense_first(layer_types(optional_window)),
+        dense_first(layer_types(_from_layer_62)),
         ignored("scoring_func"),  # sigmoid, whatever it says
         routed_experts_v3(factor=1.0),
         shape(),
@@ -227,7 +232,9 @@ RECENT: dict[str, Family] = {
         "HYV3ForCausalLM",
         dense_first(of_kind("full+mlp"), first=1, typed=True),
         called(
-            routed_experts_v3(factor=2.826), **_EXPERTS, routed_scaling_factor="router_scaling_factor"
+            routed_experts_v3(factor=2.826),
+            **_EXPERTS,
+            routed_scaling_factor="router_scaling_factor",
         ),
         ignored("enable_moe_fp32_combine"),  # how a sum is rounded
         shape(rms_norm_eps=1e-5, head_dim=128),
@@ -247,7 +254,7 @@ RECENT: dict[str, Family] = {
         required(first_k_dense_replace=0, use_qk_norm=False),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5, head_dim=128, intermediate_size=0),
-        rope(1e6, fraction=1.0),
+        rope(1e6),
         biases(out=False),
         rename=SHARED_EXPERTS,
         left_out={"num_key_value_heads": 8},
@@ -311,9 +318,7 @@ RECENT: dict[str, Family] = {
             rms_norm_eps="norm_epsilon",
         ),
         rope(),
-        called(
-            two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"
-        ),
+        called(two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"),
         _one_bias_key(True),
         fixed={"norm": "layernorm", "mlp_gated": False},
         rename=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
