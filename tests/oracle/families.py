@@ -93,6 +93,10 @@ _QWEN3_NEXT = (
     | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
 )
 _LATENT_ROUTED = {k: v for k, v in (_LATENT | _ROUTED).items() if k != "first_k_dense_replace"}
+_NO_KV_HEADS = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"}
+_HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+_QUARTER = _HALF | {"partial_rotary_factor": 0.25}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 _FULL = ["full_attention"] * 3
 _TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -331,6 +335,32 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(layer_rope_theta=[0, 100.0, 0, 100.0, 5000.0, 100.0]),
     ),
     "starcoder2": ("Starcoder2", _NO_HEAD_DIM | dict(sliding_window=9)),
+    "glm": ("Glm", _BASE),
+    "glm4": ("Glm4", _BASE | dict(rope_parameters=_QUARTER)),
+    "cohere2": (
+        "Cohere2",
+        _NO_HEAD_DIM | dict(num_hidden_layers=5, sliding_window=9, logit_scale=0.25),
+    ),
+    "ernie4_5": ("Ernie4_5", _BASE | dict(use_bias=True)),
+    "helium": ("Helium", _BASE | dict(head_dim=12, attention_bias=True, mlp_bias=True)),
+    "phi": ("Phi", _NO_HEAD_DIM),
+    "phi_qk_norm": ("Phi", _NO_HEAD_DIM | dict(qk_layernorm=True)),
+    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS),
+    "gpt_neox_sequential": (
+        "GPTNeoX",
+        _NO_KV_HEADS | dict(use_parallel_residual=False, attention_bias=False),
+    ),
+    "stablelm": ("StableLm", _NO_HEAD_DIM | dict(rope_parameters=_HALF)),
+    "stablelm_parallel": (
+        "StableLm",
+        _NO_HEAD_DIM | dict(use_parallel_residual=True, use_qkv_bias=True, rope_parameters=_HALF),
+    ),
+    "ministral3": (
+        "Ministral3",
+        _BASE | dict(rope_parameters=_YARN | dict(llama_4_scaling_beta=0.3)),
+    ),
+    "olmo": ("Olmo", _NO_HEAD_DIM),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _BASE | dict(rope_parameters=_ALPHA)),
     "nemotron_nas": (
         "DeciLM",
         _NO_HEAD_DIM | dict(num_hidden_layers=len(nas.BLOCKS), block_configs=nas.BLOCKS),

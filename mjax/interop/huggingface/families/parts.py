@@ -201,6 +201,16 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
     return Part(read, write)
 
 
+def one_bias_key(default: bool) -> Part:
+    """`use_bias`: biases of all projections or of none."""
+
+    def read(config: dict) -> dict:
+        fields = ("attention.attention_bias", "attention.attention_out_bias", "mlp_bias")
+        return dict.fromkeys(fields, take(config, "use_bias", default))
+
+    return Part(read, lambda cfg: {"use_bias": cfg.mlp_bias})
+
+
 # ---- windows and other layer kinds -------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from mjax.interop.huggingface.families.parts import (
     ignored,
     layer_types,
     of_kind,
+    one_bias_key,
     one_window,
     required,
     same,
@@ -126,16 +127,6 @@ def _all_but_first_of_four(config: dict, layers: int) -> list[bool]:
 def _unturned(kind: str, theta: float) -> str:
     words = {"full+mlp": "nope+mlp", "window+mlp": "nope_window+mlp"}
     return kind if theta else words[kind]
-
-
-def _one_bias_key(default: bool) -> Part:
-    """`use_bias`: biases of all projections or of none."""
-
-    def read(config: dict) -> dict:
-        fields = ("attention.attention_bias", "attention.attention_out_bias", "mlp_bias")
-        return dict.fromkeys(fields, take(config, "use_bias", default))
-
-    return Part(read, lambda cfg: {"use_bias": cfg.mlp_bias})
 
 
 def _youtu_range() -> Part:
@@ -319,7 +310,7 @@ RECENT: dict[str, Family] = {
         ),
         rope(),
         called(two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"),
-        _one_bias_key(True),
+        one_bias_key(True),
         fixed={"norm": "layernorm", "mlp_gated": False},
         rename=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
         left_out={"num_key_value_heads": 2},

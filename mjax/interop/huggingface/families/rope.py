@@ -14,6 +14,7 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.parts import Part, say_unused
 
 _LENGTH = "original_max_position_embeddings"
+_UNREAD = "max_position_embeddings"  # Ministral 3 has it here, too
 _TYPES = {"su": "longrope"} | {name: name for name in ROPE_KEYS}  # su: Phi-3's first name
 _NEEDED_KEYS = {  # readers differ in what they assume where these are left out
     "linear": ("factor",),
@@ -162,15 +163,15 @@ def _agreeing(said: Iterable[Said]) -> dict:
 def _scaling(values: dict) -> dict | None:
     """Hugging Face's scaling as ours. Raises `UserError` for unknown types and keys."""
     kind = values.pop("rope_type", "default")
-    known = {*RopeScaling.model_fields, "finetuned", "partial_rotary_factor"}
+    known = {*RopeScaling.model_fields, "finetuned", "partial_rotary_factor"} | {_UNREAD}
     unknown = sorted(values.keys() - known)
     if kind not in (*ROPE_KEYS, "default") or unknown:
         what = f"key {unknown[0]!r}" if kind in (*ROPE_KEYS, "default") else f"rope_type {kind!r}"
         raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
     used = ROPE_KEYS.get(kind, ())
-    unused = sorted(values.keys() - {*used, _LENGTH, "finetuned"})
+    unused = sorted(values.keys() - {*used, _LENGTH, "finetuned", _UNREAD})
     # DeepSeek's code reads mscale_all_dim of every kind.
-    none = {"mscale": 0, "mscale_all_dim": 0, "partial_rotary_factor": 1}
+    none = {"mscale": 0, "mscale_all_dim": 0, "partial_rotary_factor": 1, "llama_4_scaling_beta": 0}
     wrong = [key for key in unused if key in none and values[key] != none[key]]
     if wrong:
         raise UserError(

@@ -51,6 +51,7 @@ from mjax.interop.huggingface.families.parts import (
 from mjax.interop.huggingface.families.recent import MIXTRAL_RENAMES, RECENT
 from mjax.interop.huggingface.families.rope import rope, typed_rope
 from mjax.interop.huggingface.families.t5 import T5
+from mjax.interop.huggingface.families.variants import VARIANTS
 from mjax.interop.huggingface.families.vision import VISION
 
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
@@ -298,6 +299,7 @@ FAMILIES: dict[str, Family] = {
         name_of=norm_names,
     ),
     **RECENT,
+    **VARIANTS,
     **HYBRIDS,
     **ENCODERS,
     **T5,
