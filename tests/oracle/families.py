@@ -327,13 +327,6 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0)
         | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0),
     ),
-    "granite_swa": (
-        "GraniteSWA",
-        _NO_HEAD_DIM
-        | dict(num_hidden_layers=6, sliding_window=9, embedding_multiplier=3.0)
-        | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0)
-        | dict(layer_rope_theta=[0, 100.0, 0, 100.0, 5000.0, 100.0]),
-    ),
     "starcoder2": ("Starcoder2", _NO_HEAD_DIM | dict(sliding_window=9)),
     "glm": ("Glm", _BASE),
     "glm4": ("Glm4", _BASE | dict(rope_parameters=_QUARTER)),

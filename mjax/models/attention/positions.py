@@ -31,9 +31,12 @@ def frequencies(cfg: ModelConfig, word: str) -> Frequencies:
         found = scaled_frequencies(cfg, freq, theta)
     if not cfg.rope.rope_interleave or BRANCHES[word].rotary != "attention.head_dim":
         return found
-    still = cfg.attention.head_dim // 2 - len(freq)  # pairs of the whole head are put apart
-    factor = np.pad(np.full(len(freq), found.factor), (0, still), constant_values=1.0)
-    return Frequencies(np.pad(found.per_token, (0, still)), factor)
+    # Pairs of the whole head are put apart; those without RoPE stay as they are.
+    still = cfg.attention.head_dim // 2 - len(freq)
+    factor = np.full(len(freq), found.factor)
+    factor = np.append(factor, np.ones(still))
+    per_token = np.append(found.per_token, np.zeros(still))
+    return Frequencies(per_token, factor)
 
 
 def warmed(q: jax.Array, tokens: Tokens, cfg: ModelConfig) -> jax.Array:
@@ -41,9 +44,11 @@ def warmed(q: jax.Array, tokens: Tokens, cfg: ModelConfig) -> jax.Array:
     scaling = cfg.rope.rope_scaling
     if scaling is None or scaling.llama_4_scaling_beta is None:
         return q
-    turns = jnp.floor(tokens.positions / scaling.original_max_position_embeddings)
-    factor = 1 + scaling.llama_4_scaling_beta * jnp.log1p(turns)
-    return q * factor[..., None, None].astype(q.dtype)
+    context = scaling.original_max_position_embeddings
+    passed = jnp.log1p(tokens.positions // context)
+    factor = 1 + scaling.llama_4_scaling_beta * passed
+    factor = factor[..., None, None]
+    return q * factor.astype(q.dtype)
 
 
 def pairs_apart(x: jax.Array) -> jax.Array:

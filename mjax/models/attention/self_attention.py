@@ -24,7 +24,7 @@ from mjax.models.attention.positions import apply_rope, pairs_apart, warmed
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
@@ -259,14 +259,9 @@ class Attention(BranchModule):
 
 def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
     """The projection of heads of values, of size `head`, back to the residual stream."""
-    return ParamSpec(
-        shape=(cfg.attention.num_attention_heads, head, cfg.hidden_size),
-        axes=("heads", "head_dim", "embed"),
-        role="matrix",
-        inputs=2,
-        matmul="attn_proj",
-        hf=("self_attn.o_proj.weight",),
-    )
+    shape = cfg.attention.num_attention_heads, head, cfg.hidden_size
+    axes = "heads", "head_dim", "embed"
+    return matrix(shape, axes, "self_attn.o_proj.weight", inputs=2, matmul="attn_proj")
 
 
 def heads_of_cache(cfg: ModelConfig, tp: int) -> int:

@@ -28,7 +28,12 @@ class Dense(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, hf: str, rngs: nnx.Rngs, active: float = 1.0):
         width = cfg.hidden_size
-        weight = matrix((width, width), ("embed", None), f"{hf}.weight", active=active)
+        weight = matrix(
+            (width, width),
+            ("embed", None),
+            f"{hf}.weight",
+            active=active,
+        )
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.has_bias = not cfg.bert.prediction_head
         if self.has_bias:

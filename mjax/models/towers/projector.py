@@ -46,9 +46,18 @@ class Projector(BranchModule):
             newline = ParamSpec((width,), ("embed",), "embedding", hf=("image_newline",))
             self.newline = declare(rngs, newline, init)
         channels = tower.hidden_size * (4 if sizes.is_shuffled else 1)
-        first, second = "linear_1.weight", "linear_2.weight"
-        up = matrix((channels, width), ("embed", "mlp"), first, matmul="projector_up")
-        down = matrix((width, width), ("mlp", "embed"), second, matmul="projector_down")
+        up = matrix(
+            (channels, width),
+            ("embed", "mlp"),
+            "linear_1.weight",
+            matmul="projector_up",
+        )
+        down = matrix(
+            (width, width),
+            ("mlp", "embed"),
+            "linear_2.weight",
+            matmul="projector_down",
+        )
         self.up = declare(rngs, up, init)
         self.up_bias = declare_bias(rngs, (width,), ("mlp",), "linear_1.bias")
         self.down = declare(rngs, down, init)

@@ -22,9 +22,8 @@ from mjax.interop.huggingface.families.parts import (
     experts,
     required,
     same,
-    shape,
 )
-from mjax.interop.huggingface.families.rope import rope
+from mjax.interop.huggingface.families.rope import sizes_with_rope
 
 _MIXER = {
     "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
@@ -98,8 +97,7 @@ HYBRIDS: dict[str, Family] = {
         "BambaForCausalLM",
         attention_among(True, lambda config: ("mamba+mlp", "full+mlp")),
         mixer("bamba", mamba_conv_bias=True),
-        shape(rms_norm_eps=1e-5),
-        rope(fraction=0.5),
+        *sizes_with_rope(fraction=0.5, rms_norm_eps=1e-5),
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
@@ -111,8 +109,7 @@ HYBRIDS: dict[str, Family] = {
         mixer("bamba", mamba_conv_bias=True),
         granite_positions(),
         granite_experts(),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(),
         same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
         rename=(
@@ -135,8 +132,7 @@ HYBRIDS: dict[str, Family] = {
         "FalconH1ForCausalLM",
         falcon_layers(),
         mixer("bamba", mamba_conv_bias=True),
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
@@ -148,8 +144,7 @@ HYBRIDS: dict[str, Family] = {
         attention_among(False, lambda config: ("deltanet+experts", "full+experts")),
         same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
         experts("num_experts", **_QWEN3_NEXT),
-        shape(head_dim=256),
-        rope(fraction=0.25),
+        *sizes_with_rope(fraction=0.25, head_dim=256),
         biases(),
         required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
         fixed={

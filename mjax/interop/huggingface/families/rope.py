@@ -11,7 +11,7 @@ from typing import Any
 
 from mjax.config.schema.model import ROPE_KEYS, ModelConfig, RopeScaling
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.parts import Part, say_unused
+from mjax.interop.huggingface.families.parts import Part, say_unused, shape
 
 _LENGTH = "original_max_position_embeddings"
 _UNREAD = "max_position_embeddings"  # Ministral 3 has it here, too
@@ -59,6 +59,13 @@ def rope(theta: float = 10000.0, fraction: float | None = None, original: bool =
         return out | ({"partial_rotary_factor": cfg.rope.partial_rotary_factor} if fraction else {})
 
     return Part(read, write)
+
+
+def sizes_with_rope(
+    theta: float = 10000.0, fraction: float | None = None, **defaults: object
+) -> tuple[Part, Part]:
+    """`shape` and `rope`, which most families have, with the defaults of both."""
+    return shape(**defaults), rope(theta, fraction)
 
 
 def typed_rope(

@@ -13,7 +13,7 @@ MEANINGLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
     cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eod_token_id eos_token_id
     ep_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id gradient_checkpointing id2label is_encoder_decoder label2id length_penalty
     mamba_ssm_cache_dtype max_length min_length model_type name_or_path no_repeat_ngram_size

@@ -5,36 +5,20 @@ from typing import Any
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.huggingface.families import parts
 from mjax.interop.huggingface.families.family import Family, blocks_of_heads
-from mjax.interop.huggingface.families.parts import (
-    BIASED,
-    Part,
-    activation,
-    all_but_every,
-    biases,
-    called,
-    ignored,
-    layer_types,
-    of_kind,
-    one_bias_key,
-    one_window,
-    required,
-    same,
-    shape,
-    take,
-    two_dropouts,
-)
-from mjax.interop.huggingface.families.rope import rope
+from mjax.interop.huggingface.families.parts import Part, take
+from mjax.interop.huggingface.families.rope import rope, sizes_with_rope
 
 _ADJACENT = {"rope.rope_interleave": True}
 _GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
-_BIASED = {key: value for key, value in BIASED.items() if key != "position_embedding"}
+_BIASED = {key: value for key, value in parts.BIASED.items() if key != "position_embedding"}
 _LAYERNORM = {"norm": "layernorm"}
 
 
 def _layernorm_shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
-    sizes = shape(hidden_act, **{"rms_norm_eps": 1e-5} | defaults)
-    return called(sizes, rms_norm_eps="layer_norm_eps")
+    sizes = parts.shape(hidden_act, **{"rms_norm_eps": 1e-5} | defaults)
+    return parts.called(sizes, rms_norm_eps="layer_norm_eps")
 
 
 def _parallel_residual(usual: bool, two_norms: bool) -> Part:
@@ -91,9 +75,8 @@ def _qkv_of_heads(cfg: ModelConfig, name: str) -> str:
 
 _GLM = Family.of(
     "GlmForCausalLM",
-    shape(rms_norm_eps=1.5625e-7, head_dim=128),
-    rope(fraction=0.5),
-    biases(out=False),
+    *sizes_with_rope(fraction=0.5, rms_norm_eps=1.5625e-7, head_dim=128),
+    parts.biases(out=False),
     fixed=_ADJACENT,
     fused=_GATE_UP,
     left_out={"num_key_value_heads": 2, "attention_bias": True},
@@ -113,40 +96,40 @@ VARIANTS: dict[str, Family] = {
     ),
     "cohere2": Family.of(
         "Cohere2ForCausalLM",
-        layer_types(all_but_every(4), kinds=("nope|mlp", "window|mlp")),
+        parts.layer_types(parts.all_but_every(4), kinds=("nope|mlp", "window|mlp")),
         _layernorm_shape(tie_word_embeddings=True),
         rope(),
-        biases(),
+        parts.biases(),
         _logit_scale(0.0625),
-        required(position_embedding_type="rope_gptj", rotary_pct=1.0, use_parallel_block=True),
-        required(use_gated_activation=True),
-        ignored("layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
+        parts.required(
+            position_embedding_type="rope_gptj", rotary_pct=1.0, use_parallel_block=True
+        ),
+        parts.required(use_gated_activation=True),
+        parts.ignored("layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
         fixed=_ADJACENT | _LAYERNORM | {"norm_bias": False},
         left_out={"sliding_window": 4096},
     ),
     "ernie4_5": Family.of(
         "Ernie4_5ForCausalLM",
-        shape(rms_norm_eps=1e-5, head_dim=128, tie_word_embeddings=True),
-        rope(500000.0),
-        one_bias_key(False),
+        *sizes_with_rope(500000.0, rms_norm_eps=1e-5, head_dim=128, tie_word_embeddings=True),
+        parts.one_bias_key(False),
         fixed=_ADJACENT,
         left_out={"num_key_value_heads": 2},
     ),
     "helium": Family.of(
         "HeliumForCausalLM",
-        shape(rms_norm_eps=1e-8, head_dim=128),
-        rope(100000.0),
-        biases(out=False, mlp=True),
+        *sizes_with_rope(100000.0, rms_norm_eps=1e-8, head_dim=128),
+        parts.biases(out=False, mlp=True),
         fixed=_ADJACENT,
         left_out={"num_key_value_heads": 20},
     ),
     "phi": Family.of(
         "PhiForCausalLM",
-        of_kind("full|mlp"),
-        _layernorm_shape(activation("hidden_act", default="gelu_new")),
+        parts.of_kind("full|mlp"),
+        _layernorm_shape(parts.activation("hidden_act", default="gelu_new")),
         rope(fraction=0.5),
-        two_dropouts(0.0),
-        same({"qk_layernorm": "attention.qk_norm"}, {"qk_layernorm": False}),
+        parts.two_dropouts(0.0),
+        parts.same({"qk_layernorm": "attention.qk_norm"}, {"qk_layernorm": False}),
         fixed=_BIASED | {"lm_head_bias": True},
         rename=(
             ("model.norm.", "model.final_layernorm."),
@@ -159,13 +142,13 @@ VARIANTS: dict[str, Family] = {
     "gpt_neox": Family.of(
         "GPTNeoXForCausalLM",
         _parallel_residual(True, two_norms=True),
-        ignored("num_key_value_heads", "head_dim"),
-        _layernorm_shape(activation("hidden_act", default="gelu")),
-        called(
+        parts.ignored("num_key_value_heads", "head_dim"),
+        _layernorm_shape(parts.activation("hidden_act", default="gelu")),
+        parts.called(
             rope(fraction=0.25), rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"
         ),
-        biases(),
-        same({"hidden_dropout": "hidden_dropout"}, {"hidden_dropout": 0.0}),
+        parts.biases(),
+        parts.same({"hidden_dropout": "hidden_dropout"}, {"hidden_dropout": 0.0}),
         fixed=_LAYERNORM | {"mlp_gated": False, "mlp_bias": True},
         rename=(
             ("model.embed_tokens", "gpt_neox.embed_in"),
@@ -190,33 +173,30 @@ VARIANTS: dict[str, Family] = {
         _parallel_residual(False, two_norms=False),
         _layernorm_shape(),
         rope(fraction=0.25),
-        same({"use_qkv_bias": "attention.attention_bias"}, {"use_qkv_bias": False}),
-        required(qk_layernorm=False, hidden_dropout=0.0),
+        parts.same({"use_qkv_bias": "attention.attention_bias"}, {"use_qkv_bias": False}),
+        parts.required(qk_layernorm=False, hidden_dropout=0.0),
         fixed=_LAYERNORM,
         left_out={"num_key_value_heads": 32},
     ),
     "ministral3": Family.of(
         "Ministral3ForCausalLM",
         _says_rope(),
-        one_window(),
-        shape(rms_norm_eps=1e-5, head_dim=128),
-        rope(1e6),
+        parts.one_window(),
+        *sizes_with_rope(1e6, rms_norm_eps=1e-5, head_dim=128),
         left_out={"num_key_value_heads": 8},
     ),
     "olmo": Family.of(
         "OlmoForCausalLM",
-        required(rms_norm_eps=1e-5),
-        shape(rms_norm_eps=1e-5),
-        rope(),
-        biases(),
+        parts.required(rms_norm_eps=1e-5),
+        *sizes_with_rope(rms_norm_eps=1e-5),
+        parts.biases(),
         fixed=_LAYERNORM | {"norm_bias": False, "norm_gain": False},
     ),
     "hunyuan_v1_dense": Family.of(
         "HunYuanDenseV1ForCausalLM",
         _stretched_base(),
-        shape(rms_norm_eps=1e-5),
-        rope(),
-        biases(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
+        parts.biases(),
         fixed={"attention.qk_norm": True, "attention.qk_norm_after_rope": True},
         rename=((".q_norm", ".query_layernorm"), (".k_norm", ".key_layernorm")),
     ),

@@ -1,8 +1,7 @@
 """Rows of the table of families (`table.py`): decoders of 2025 and 2026, and Granite's kin."""
 
-from mjax.config.languages.layer_pattern import expand, pattern_of
-from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.huggingface.families import parts
 from mjax.interop.huggingface.families.deepseek import (
     SHARED_EXPERTS,
     dense_first,
@@ -18,26 +17,8 @@ from mjax.interop.huggingface.families.hybrids import (
     MULTIPLIERS,
     STACKED,
 )
-from mjax.interop.huggingface.families.parts import (
-    Part,
-    activation,
-    alike,
-    all_but_every,
-    biases,
-    called,
-    experts,
-    ignored,
-    layer_types,
-    of_kind,
-    one_bias_key,
-    one_window,
-    required,
-    same,
-    shape,
-    take,
-    two_dropouts,
-)
-from mjax.interop.huggingface.families.rope import rope, typed_rope
+from mjax.interop.huggingface.families.parts import Part, take
+from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
 
 MIXTRAL_RENAMES = (
     ("mlp.gate.", "block_sparse_moe.gate."),
@@ -54,7 +35,7 @@ _EXPERTS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_e
 
 def _one_rope_or_none() -> Part:
     """EXAONE 4: RoPE in windowed layers alone; in all layers of a model without windows."""
-    kinds = layer_types(all_but_every(4), kinds=("nope+mlp", "window+mlp"))
+    kinds = parts.layer_types(parts.all_but_every(4), kinds=("nope+mlp", "window+mlp"))
 
     def read(config: dict) -> dict:
         has_windows = config.get("sliding_window") is not None
@@ -79,54 +60,10 @@ def _rotary_dim() -> Part:
     return Part(read, lambda cfg: {"rotary_dim": cfg.rotary_dim("full")})
 
 
-def _thetas_of_layers() -> Part:
-    """Granite's `layer_rope_theta`: a base for full and one for windowed layers, or 0, for none."""
-    kinds, positions = layer_types(_all_but_first_of_four), rope()
-
-    def read(config: dict) -> dict:
-        fields = kinds.read(config) | positions.read(config)
-        thetas = config.pop("layer_rope_theta", None)
-        if thetas is None:
-            return fields
-        plain = expand(fields["layer_pattern"], len(thetas))
-        made = [_unturned(kind, theta) for kind, theta in zip(plain, thetas, strict=True)]
-        of = {kind: {t for k, t in zip(made, thetas, strict=True) if k == kind} for kind in made}
-        full, local = (of.get(kind, set()) for kind in ("full+mlp", "window+mlp"))
-        scaled = fields["rope.rope_scaling"] is not None and local - full
-        if len(full) > 1 or len(local) > 1 or scaled:
-            raise UserError(
-                f"config.json: layer_rope_theta={thetas!r} is not supported (only one base, or 0, "
-                "for full and one for windowed layers, the same if RoPE is scaled)"
-            )
-        base = next(iter(full or local), fields["rope.rope_theta"])
-        own = next(iter(local), base)
-        fields |= {"rope.rope_theta": base, "rope.rope_local_theta": None if own == base else own}
-        return fields | {"layer_pattern": pattern_of(made)}
-
-    def write(cfg: ModelConfig) -> dict:
-        local = cfg.rope.rope_local_theta or cfg.rope.rope_theta
-        bases = {"full+mlp": cfg.rope.rope_theta, "window+mlp": local}
-        windowed = [kind.replace("nope_window", "window") for kind in cfg.layer_kinds]
-        plain = cfg.model_copy(update={"layer_pattern": ", ".join(windowed)})
-        thetas = [bases.get(kind, 0) for kind in cfg.layer_kinds]
-        return kinds.write(plain) | positions.write(cfg) | {"layer_rope_theta": thetas}
-
-    return Part(read, write)
-
-
 def _from_layer_62(config: dict, layers: int) -> list[bool]:
     """dots.llm1, whose window is null in published files."""
     first = take(config, "max_window_layers", 62)
     return [i >= first for i in range(layers)]
-
-
-def _all_but_first_of_four(config: dict, layers: int) -> list[bool]:
-    return [i % 4 != 0 for i in range(layers)]
-
-
-def _unturned(kind: str, theta: float) -> str:
-    words = {"full+mlp": "nope+mlp", "window+mlp": "nope_window+mlp"}
-    return kind if theta else words[kind]
 
 
 def _youtu_range() -> Part:
@@ -143,19 +80,18 @@ def _youtu_range() -> Part:
 RECENT: dict[str, Family] = {
     "olmo3": Family.of(
         "Olmo3ForCausalLM",
-        layer_types(all_but_every(4)),
-        shape(rms_norm_eps=1e-5),
+        parts.layer_types(parts.all_but_every(4)),
+        parts.shape(rms_norm_eps=1e-5),
         typed_rope(5e5, 5e5, local_key=None),
-        biases(),
+        parts.biases(),
         fixed=_QK_NORM_ALL | {"norm_placement": "post"},
         left_out={"sliding_window": 4096},
     ),
     "seed_oss": Family.of(
         "SeedOssForCausalLM",
-        shape(head_dim=128, attention_dropout=0.1),
-        rope(),
-        same(
-            alike("attention_bias attention_out_bias", "attention.")
+        *sizes_with_rope(head_dim=128, attention_dropout=0.1),
+        parts.same(
+            parts.alike("attention_bias attention_out_bias", "attention.")
             | {"mlp_bias": "mlp_bias", "residual_dropout": "hidden_dropout"},
             {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
             | {"residual_dropout": 0.1},
@@ -164,39 +100,37 @@ RECENT: dict[str, Family] = {
     ),
     "arcee": Family.of(
         "ArceeForCausalLM",
-        shape(activation("hidden_act", default="relu2"), rms_norm_eps=1e-5),
+        parts.shape(parts.activation("hidden_act", default="relu2"), rms_norm_eps=1e-5),
         rope(),
-        biases(mlp=True),
+        parts.biases(mlp=True),
         fixed={"mlp_gated": False},
     ),
     "minimax_m2": Family.of(
         "MiniMaxM2ForCausalLM",
-        experts(
+        parts.experts(
             "num_local_experts",
             num_experts=256,
             num_experts_per_tok=8,
             router_aux_loss_coef=0.001,
         ),
         _rotary_dim(),
-        required(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
-        required(qk_norm_type="per_layer", shared_intermediate_size=0),
-        ignored("mlp_intermediate_size", "shared_moe_mode"),
-        ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
-        *(required(**{f"layernorm_{of}_beta": 1.0}) for of in _MINIMAX_BETAS),
-        shape(),
-        rope(5e6, fraction=1.0),
+        parts.required(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
+        parts.required(qk_norm_type="per_layer", shared_intermediate_size=0),
+        parts.ignored("mlp_intermediate_size", "shared_moe_mode"),
+        parts.ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        *(parts.required(**{f"layernorm_{of}_beta": 1.0}) for of in _MINIMAX_BETAS),
+        *sizes_with_rope(5e6, fraction=1.0),
         fixed=_QK_NORM_ALL | {"moe.scoring_func": "sigmoid", "moe.expert_bias": True},
         rename=(("mlp.gate.e_score", "block_sparse_moe.e_score"), *MIXTRAL_RENAMES),
         left_out={"num_key_value_heads": 8, "head_dim": 128},
     ),
     "dots1": Family.of(
         "Dots1ForCausalLM",
-        dense_first(layer_types(_from_layer_62)),
-        ignored("scoring_func"),  # sigmoid, whatever it says
+        dense_first(parts.layer_types(_from_layer_62)),
+        parts.ignored("scoring_func"),  # sigmoid, whatever it says
         routed_experts_v3(factor=1.0),
-        shape(),
-        rope(),
-        biases(),
+        *sizes_with_rope(),
+        parts.biases(),
         fixed=_QK_NORM,
         rename=SHARED_EXPERTS,
         left_out={"num_key_value_heads": 32, "norm_topk_prob": False},
@@ -204,33 +138,30 @@ RECENT: dict[str, Family] = {
     "exaone4": Family.of(
         "Exaone4ForCausalLM",
         _one_rope_or_none(),
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         fixed=_QK_NORM | {"norm_placement": "post"},
         left_out={"sliding_window": 4096},
     ),
     "exaone_moe": Family.of(
         "ExaoneMoeForCausalLM",
         dense_first(_one_rope_or_none(), first=1, typed=True),
-        called(routed_experts_v3(), **_EXPERTS),
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        parts.called(routed_experts_v3(), **_EXPERTS),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         fixed=_QK_NORM,
         rename=(("mlp.gate.e_score", "mlp.e_score"), *SHARED_EXPERTS),
         left_out={"sliding_window": 4096},
     ),
     "hy_v3": Family.of(
         "HYV3ForCausalLM",
-        dense_first(of_kind("full+mlp"), first=1, typed=True),
-        called(
+        dense_first(parts.of_kind("full+mlp"), first=1, typed=True),
+        parts.called(
             routed_experts_v3(factor=2.826),
             **_EXPERTS,
             routed_scaling_factor="router_scaling_factor",
         ),
-        ignored("enable_moe_fp32_combine"),  # how a sum is rounded
-        shape(rms_norm_eps=1e-5, head_dim=128),
-        rope(11158840.0),
-        biases(),
+        parts.ignored("enable_moe_fp32_combine"),  # how a sum is rounded
+        *sizes_with_rope(11158840.0, rms_norm_eps=1e-5, head_dim=128),
+        parts.biases(),
         fixed=_QK_NORM,
         rename=(
             ("mlp.gate.weight", "mlp.router.gate.weight"),
@@ -241,67 +172,54 @@ RECENT: dict[str, Family] = {
     ),
     "solar_open": Family.of(
         "SolarOpenForCausalLM",
-        of_kind("full+experts"),
-        required(first_k_dense_replace=0, use_qk_norm=False),
+        parts.of_kind("full+experts"),
+        parts.required(first_k_dense_replace=0, use_qk_norm=False),
         routed_experts_v3(factor=1.0),
-        shape(rms_norm_eps=1e-5, head_dim=128, intermediate_size=0),
-        rope(1e6),
-        biases(out=False),
+        *sizes_with_rope(1e6, rms_norm_eps=1e-5, head_dim=128, intermediate_size=0),
+        parts.biases(out=False),
         rename=SHARED_EXPERTS,
         left_out={"num_key_value_heads": 8},
     ),
     "glm4_moe_lite": Family.of(
         "Glm4MoeLiteForCausalLM",
-        dense_first(of_kind("mla+mlp"), first=1, typed=True),
+        dense_first(parts.of_kind("mla+mlp"), first=1, typed=True),
         prediction_layers(),
         latent_attention_part(),
         routed_experts_v3(factor=1.8),
-        shape(rms_norm_eps=1e-5),
-        rope(),
-        biases(False),
+        *sizes_with_rope(rms_norm_eps=1e-5),
+        parts.biases(False),
         rename=SHARED_EXPERTS,
         left_out={"q_lora_rank": 768},
         mend=without_missing_predictions,
     ),
     "youtu": Family.of(
         "YoutuForCausalLM",
-        of_kind("mla+mlp"),
+        parts.of_kind("mla+mlp"),
         latent_attention_part(),
-        ignored("embedding_initializer_range"),
+        parts.ignored("embedding_initializer_range"),
         _youtu_range(),
-        shape(tie_word_embeddings=True),
-        rope(),
-        biases(False),
+        *sizes_with_rope(tie_word_embeddings=True),
+        parts.biases(False),
         left_out={"q_lora_rank": 1536},
     ),
     "granitemoe": Family.of(
         "GraniteMoeForCausalLM",
-        experts(
+        parts.experts(
             "num_local_experts", num_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.001
         ),
-        shape(),
-        rope(),
-        biases(),
-        same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
+        *sizes_with_rope(),
+        parts.biases(),
+        parts.same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
         rename=GRANITE_RENAMES,
         fused=GRANITE_FUSED,
         layouts=STACKED,
     ),
-    "granite_swa": Family.of(
-        "GraniteSWAForCausalLM",
-        _thetas_of_layers(),
-        shape(rms_norm_eps=1e-5, tie_word_embeddings=True),
-        biases(mlp=True),
-        same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
-        fixed={"attention.attention_sinks": True},
-        left_out={"num_key_value_heads": 4, "sliding_window": 128},
-    ),
     "starcoder2": Family.of(
         "Starcoder2ForCausalLM",
-        one_window(),
-        called(
-            shape(
-                activation("hidden_act", default="gelu_pytorch_tanh"),
+        parts.one_window(),
+        parts.called(
+            parts.shape(
+                parts.activation("hidden_act", default="gelu_pytorch_tanh"),
                 rms_norm_eps=1e-5,
                 initializer_range=0.018042,
                 tie_word_embeddings=True,
@@ -309,8 +227,10 @@ RECENT: dict[str, Family] = {
             rms_norm_eps="norm_epsilon",
         ),
         rope(),
-        called(two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"),
-        one_bias_key(True),
+        parts.called(
+            parts.two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"
+        ),
+        parts.one_bias_key(True),
         fixed={"norm": "layernorm", "mlp_gated": False},
         rename=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
         left_out={"num_key_value_heads": 2},
