@@ -290,3 +290,4 @@ FAMILIES: dict[str, Family] = {
     **T5,
     **VISION,
 }
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

@@ -101,10 +101,8 @@ VARIANTS: dict[str, Family] = {
         rope(),
         parts.biases(),
         _logit_scale(0.0625),
-        parts.required(
-            position_embedding_type="rope_gptj", rotary_pct=1.0, use_parallel_block=True
-        ),
-        parts.required(use_gated_activation=True),
+        parts.required(position_embedding_type="rope_gptj", rotary_pct=1.0),
+        parts.required(use_parallel_block=True, use_gated_activation=True),
         parts.ignored("layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
         fixed=_ADJACENT | _LAYERNORM | {"norm_bias": False},
         left_out={"sliding_window": 4096},
