@@ -418,6 +418,18 @@ def two_dropouts(rate: float) -> Part:
     )
 
 
+def residual_dropout(key: str) -> Part:
+    """A rate for residual branches in training, which is not taken: ours drops embeddings, too."""
+
+    def read(config: dict) -> dict:
+        rate = config.pop(key, None)
+        if rate:
+            say_unused(f"{key}={rate} is not taken: model.hidden_dropout drops embeddings, too")
+        return {}
+
+    return Part(read, lambda cfg: {key: 0.0})
+
+
 def experts(count: str, **defaults: Any) -> Part:
     """The router and experts; their number is written as `count` and read in either spelling.
 

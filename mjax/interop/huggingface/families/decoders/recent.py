@@ -92,10 +92,10 @@ RECENT: dict[str, Family] = {
         *sizes_with_rope(head_dim=128, attention_dropout=0.1),
         parts.same(
             parts.alike("attention_bias attention_out_bias", "attention.")
-            | {"mlp_bias": "mlp_bias", "residual_dropout": "hidden_dropout"},
-            {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
-            | {"residual_dropout": 0.1},
+            | {"mlp_bias": "mlp_bias"},
+            {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
         ),
+        parts.residual_dropout("residual_dropout"),
         left_out={"num_key_value_heads": 8},
     ),
     "arcee": Family.of(

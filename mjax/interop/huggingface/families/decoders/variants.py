@@ -126,7 +126,7 @@ VARIANTS: dict[str, Family] = {
         parts.of_kind("full|mlp"),
         _layernorm_shape(parts.activation("hidden_act", default="gelu_new")),
         rope(fraction=0.5),
-        parts.two_dropouts(0.0),
+        parts.residual_dropout("resid_pdrop"),
         parts.same({"qk_layernorm": "attention.qk_norm"}, {"qk_layernorm": False}),
         fixed=_BIASED | {"lm_head_bias": True},
         rename=(
