@@ -43,12 +43,14 @@ class Block(nnx.Module):
         after = cfg.norm_placement in ("post", "sandwich", "post_residual")
         for i, group in enumerate(branch_groups(kind)):
             name, normed = BRANCHES[group[0]].name, BRANCHES[group[0]].normed
-            names = _norm_names(i, after)
-            setattr(self, f"{name}_norm", norm(names.before) if before and normed else None)
+            first, last = _norm_names(i, after)
+            setattr(self, f"{name}_norm", norm(first) if before and normed else None)
             for word in group:
                 module = branch_class(word)(cfg, out_std, rngs)
                 setattr(self, BRANCHES[word].name, module)
-            setattr(self, f"{name}_post_norm", norm(names.after) if after and normed else None)
+            for word in group[1:] if cfg.parallel_norms else ():
+                setattr(self, f"{BRANCHES[word].name}_norm", norm(_norm_names(1, after)[0]))
+            setattr(self, f"{name}_post_norm", norm(last) if after and normed else None)
 
     def __call__(
         self,
@@ -89,7 +91,9 @@ class Block(nnx.Module):
                 branch = BRANCHES[word].name
                 of_branch = replace(inputs, word=word, salt=salts.inside)
                 held = None if cache is None else cache[branch]
-                output = getattr(self, branch)(h, of_branch, held)
+                own = None if branch == name else getattr(self, f"{branch}_norm", None)
+                read = h if own is None else own(x)
+                output = getattr(self, branch)(read, of_branch, held)
                 outputs.append(output.y)
                 statistics |= output.statistics
                 new_cache[branch] = output.cache
@@ -104,20 +108,16 @@ class Block(nnx.Module):
         return BranchOutput(x, statistics, None if cache is None else new_cache)
 
 
-class NormNames(NamedTuple):
-    """Hugging Face's names of the norms before and after a branch, in Llama's and Gemma's words."""
+def _norm_names(i: int, both: bool) -> tuple[str, str]:
+    """Hugging Face's names of the norms before and after branch i, in Llama's and Gemma's words.
 
-    before: str
-    after: str
-
-
-def _norm_names(i: int, both: bool) -> NormNames:
-    """The names of branch i; `both`: of a model that also has norms after its branches."""
+    `both`: of a model that also has norms after its branches.
+    """
     if i == 0:
-        return NormNames("input_layernorm", "post_attention_layernorm")
+        return "input_layernorm", "post_attention_layernorm"
     suffix = "" if i == 1 else f"_{i}"
     before = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
-    return NormNames(before + suffix, "post_feedforward_layernorm" + suffix)
+    return before + suffix, "post_feedforward_layernorm" + suffix
 
 
 class Salts(NamedTuple):

@@ -33,7 +33,7 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
 _OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
-_AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier", "joint_embedding")
+_AFTER_LAYERS = "final_norm head vocabulary_bias masked_head classifier joint_embedding".split()
 
 
 def matmul_weights(model: ModelConfig) -> float:

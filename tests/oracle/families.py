@@ -92,6 +92,16 @@ _QWEN3_NEXT = (
     | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
     | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
 )
+_LATENT_ROUTED = {k: v for k, v in (_LATENT | _ROUTED).items() if k != "first_k_dense_replace"}
+_NO_KV_HEADS = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"}
+_HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+_QUARTER = _HALF | {"partial_rotary_factor": 0.25}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+_FULL = ["full_attention"] * 3
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": _YARN | dict(rope_theta=5000.0),
+}
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -268,6 +278,82 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
     ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "olmo3": ("Olmo3", _NO_HEAD_DIM | dict(num_hidden_layers=5, rope_parameters=_TWO_ROPES)),
+    "seed_oss": ("SeedOss", _BASE | dict(residual_dropout=0.0, attention_dropout=0.0)),
+    "arcee": ("Arcee", _NO_HEAD_DIM | dict(attention_bias=True, mlp_bias=True)),
+    "minimax_m2": (
+        "MiniMaxM2",
+        _BASE
+        | dict(intermediate_size=20, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8),
+    ),
+    "dots1": (
+        "Dots1",
+        _BASE | _ROUTED | dict(sliding_window=9, max_window_layers=2, norm_topk_prob=True),
+    ),
+    "exaone4": ("Exaone4", _NO_HEAD_DIM | dict(num_hidden_layers=5, sliding_window=9)),
+    "exaone4_full": ("Exaone4", _NO_HEAD_DIM | dict(sliding_window=None, layer_types=_FULL)),
+    "exaone_moe": (
+        "ExaoneMoe",
+        _BASE
+        | dict(num_hidden_layers=5, sliding_window=9, num_experts=8, num_experts_per_tok=3)
+        | dict(moe_intermediate_size=20, n_group=2, topk_group=1)
+        | dict(mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"]),
+    ),
+    "hy_v3": (
+        "HYV3",
+        _BASE
+        | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(num_shared_experts=2),
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {k: v for k, v in (_BASE | _ROUTED).items() if k != "first_k_dense_replace"}
+        | dict(attention_bias=True),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        _LATENT_ROUTED
+        | dict(q_lora_rank=20, n_group=2, topk_group=1)
+        | dict(mlp_layer_types=["sparse", "dense", "sparse"]),
+    ),
+    "youtu": (
+        "Youtu",
+        {k: v for k, v in _LATENT.items() if k != "first_k_dense_replace"}
+        | dict(q_lora_rank=None, rope_parameters=_YARN),
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        _NO_HEAD_DIM
+        | dict(num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0)
+        | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0),
+    ),
+    "starcoder2": ("Starcoder2", _NO_HEAD_DIM | dict(sliding_window=9)),
+    "glm": ("Glm", _BASE),
+    "glm4": ("Glm4", _BASE | dict(rope_parameters=_QUARTER)),
+    "cohere2": (
+        "Cohere2",
+        _NO_HEAD_DIM | dict(num_hidden_layers=5, sliding_window=9, logit_scale=0.25),
+    ),
+    "ernie4_5": ("Ernie4_5", _BASE | dict(use_bias=True)),
+    "helium": ("Helium", _BASE | dict(head_dim=12, attention_bias=True, mlp_bias=True)),
+    "phi": ("Phi", _NO_HEAD_DIM),
+    "phi_qk_norm": ("Phi", _NO_HEAD_DIM | dict(qk_layernorm=True)),
+    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS),
+    "gpt_neox_sequential": (
+        "GPTNeoX",
+        _NO_KV_HEADS | dict(use_parallel_residual=False, attention_bias=False),
+    ),
+    "stablelm": ("StableLm", _NO_HEAD_DIM | dict(rope_parameters=_HALF)),
+    "stablelm_parallel": (
+        "StableLm",
+        _NO_HEAD_DIM | dict(use_parallel_residual=True, use_qkv_bias=True, rope_parameters=_HALF),
+    ),
+    "ministral3": (
+        "Ministral3",
+        _BASE | dict(rope_parameters=_YARN | dict(llama_4_scaling_beta=0.3)),
+    ),
+    "olmo": ("Olmo", _NO_HEAD_DIM),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _BASE | dict(rope_parameters=_ALPHA)),
     "nemotron_nas": (
         "DeciLM",
         _NO_HEAD_DIM | dict(num_hidden_layers=len(nas.BLOCKS), block_configs=nas.BLOCKS),

@@ -105,6 +105,7 @@ MESHES = {
     "qwen2_moe": dict(ep=2, tp=2, pp=2),
     "gpt_oss": dict(ep=2, tp=2, pp=2),
     "qwen3_next": dict(tp=2, pp=2, dp=2, zero=3),
+    "gpt_neox": dict(tp=2, pp=2),
 }
 
 
@@ -135,6 +136,23 @@ def test_the_prediction_layer_of_qwen3_next_is_left_out(tmp_path):
     plain = from_pretrained(tmp_path).params
     save_file(load_file(file) | {"mtp.fc.weight": np.ones((2, 4), np.float32)}, file)
     jax.tree.map(np.testing.assert_array_equal, from_pretrained(tmp_path).params, plain)
+
+
+def test_kimi_k2_is_deepseek_v3_under_its_own_name(tmp_path, monkeypatch):
+    make("deepseek_v3_moe").save_pretrained(tmp_path / "hf")
+    plain = from_pretrained(tmp_path / "hf")
+    said = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(said | {"model_type": "kimi_k2"}))
+    jax.tree.map(
+        np.testing.assert_array_equal, from_pretrained(tmp_path / "hf").params, plain.params
+    )
+    run(monkeypatch, "import", "--hf", tmp_path / "hf", "--out", tmp_path / "ckpt")
+    out = tmp_path / "back"
+    run(monkeypatch, "export", "--ckpt", tmp_path / "ckpt", "--hf", out, "--dtype", "float32")
+    written = json.loads((out / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("kimi_k2", said["architectures"])
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path / "hf", out))
+    assert {n: x.tobytes() for n, x in before.items()} == {n: x.tobytes() for n, x in after.items()}
 
 
 def test_damage_is_named(tmp_path):

@@ -155,12 +155,27 @@ NEEDS = (
         lambda c: any(BRANCHES[word].has_heads for word in c.model.branches),
     ),
     Need("model.attention.num_key_value_heads", _PATTERN, "heads that mla lacks", _has_kv_heads),
-    _value("model.attention.qk_norm_all_heads", "model.attention.qk_norm", True),
+    _value(
+        "model.attention: qk_norm_all_heads qk_norm_after_rope", "model.attention.qk_norm", True
+    ),
     _value("model.attention.attention_key_bias", "model.attention.attention_bias", True),
     _value("model.rope", "model.position_embedding", "rope"),
     _value("model.relative", "model.position_embedding", "relative"),
     _value("model.bert.position_offset", "model.position_embedding", "learned"),
     _value("model.norm_bias", "model.norm", "layernorm"),
+    _value("model.norm_zero_centered", "model.norm_gain", True),
+    Need(
+        "model.parallel_norms",
+        _PATTERN,
+        "branches side by side",
+        lambda c: any("|" in kind for kind in c.model.layer_kinds),
+    ),
+    Need(
+        "model.rope.rope_interleave",
+        _PATTERN,
+        "attention with heads of its own keys (mla has such pairs anyway)",
+        lambda c: any(BRANCHES[word].rotary == "attention.head_dim" for word in c.model.branches),
+    ),
     _value("model.moe.shared_expert_gate", "model.moe.shared_expert_intermediate_size"),
     _value("model.moe.drop_policy", "model.moe.capacity_factor"),
     _value(

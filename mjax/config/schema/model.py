@@ -67,6 +67,8 @@ class RopeScaling(Group):
     """yarn: overrides both mscales; longrope: its own"""
     truncate: bool = True
     """yarn: round the correction range to whole dims"""
+    llama_4_scaling_beta: float | None = Field(None, gt=0)
+    """yarn: queries at position p times 1 + beta log(1 + floor(p / original length))"""
     short_factor: list[float] | None = None
     """longrope: one per channel pair"""
     long_factor: list[float] | None = None
@@ -78,7 +80,7 @@ ROPE_KEYS = {  # of RopeScaling, that each type uses
     "llama3": """factor low_freq_factor high_freq_factor
         original_max_position_embeddings""".split(),
     "yarn": """factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
-        attention_factor truncate""".split(),
+        attention_factor truncate llama_4_scaling_beta""".split(),
     "longrope": """short_factor long_factor original_max_position_embeddings
         attention_factor""".split(),
 }
@@ -102,6 +104,8 @@ class AttentionConfig(Group):
     """Bias on the attention output projection."""
     qk_norm: bool = False
     """Norm over head_dim on q and k before RoPE."""
+    qk_norm_after_rope: bool = False
+    """qk_norm after it instead (Hunyuan)."""
     qk_norm_all_heads: bool = False
     """qk_norm over all heads together (OLMo-2)."""
     attention_sinks: bool = False
@@ -138,6 +142,8 @@ class RopeConfig(Group):
     rope_scaling: RopeScaling | None = None
     """Applies to full attention."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    rope_interleave: bool = False
+    """Pairs are channels 2i and 2i + 1 of a head (GLM, Cohere), as in MLA, not i and i + R/2."""
 
 
 class MoeConfig(Group):
@@ -299,6 +305,10 @@ class ModelConfig(Group):
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = True
     """Whether layernorm has a bias."""
+    norm_gain: bool = True
+    """Whether norms have gains; false: OLMo's."""
+    parallel_norms: bool = False
+    """Branches side by side each have a norm of their own (GPT-NeoX)."""
     norm_zero_centered: bool = False
     """Gain is stored as offset from one."""
     norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = "pre"
@@ -316,6 +326,8 @@ class ModelConfig(Group):
     """gpt-oss: experts clamp gate and up at it, and add 1 to up."""
 
     tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
+    """Bias on the logits (Phi)."""
     embedding_multiplier: float | None = Field(None, gt=0)
     """Scales embeddings."""
     residual_multiplier: float | None = Field(None, gt=0)
@@ -414,6 +426,7 @@ class ModelConfig(Group):
             "norm_eps": tower.layer_norm_eps,
             "norm_bias": True,
             "norm_placement": "pre",
+            "norm_gain": True,
             "norm_zero_centered": False,
             "mlp_gated": False,
             "mlp_bias": True,

@@ -163,7 +163,7 @@ def _ends_of_piece(slot: Slot, sizes: list[int]) -> tuple[int, ...]:
     if slot.number:
         return ()
     ends = list(sizes)
-    ends[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
+    ends[slot.axis] = slot.row(sizes[slot.axis] - 1) + 1
     lead = [i + 1 for i in slot.lead]
     return (*lead, *ends)
 
@@ -273,11 +273,12 @@ def _spans(
             else:
                 whole = (start + i for start, length in found for i in range(length))
                 found = [(i * n + lo, hi - lo) for i in whole]
-        shift, step = (slot.start, slot.step) if dim == slot.axis else (0, 1)
+        is_cut = dim == slot.axis and slot.block > 1
+        step = slot.step if dim == slot.axis and not is_cut else 1
         at, out = 0, []
-        for start, length in found:
+        for start, length in _cut_in_blocks(found, slot.block) if is_cut else found:
             if length:
-                begin = shift + step * start
+                begin = slot.row(start) if dim == slot.axis else start
                 places = slice(begin, begin + step * (length - 1) + 1, step)
                 out.append((places, slice(at, at + length)))
             at += length
@@ -288,6 +289,16 @@ def _spans(
         dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):
         yield rows, cols, at_rows, at_cols
+
+
+def _cut_in_blocks(runs: list[tuple[int, int]], block: int) -> Iterator[tuple[int, int]]:
+    """Runs (start, length), cut where a block ends."""
+    for start, length in runs:
+        end = start + length
+        while start < end:
+            stop = min(end, (start // block + 1) * block)
+            yield start, stop - start
+            start = stop
 
 
 def _assign(out: np.ndarray, part: np.ndarray) -> None:

@@ -133,7 +133,7 @@ def _module_of(
 ) -> Module | None:
     """The module of one matrix, with the part that this matrix is."""
     sizes = _sizes_of_matrix(spec, slot)
-    if sizes is None:
+    if sizes is None or slot.block > 1:
         return None
     (inputs, outputs), start = sizes, slot.start
     expert = None if in_files else _EXPERT.fullmatch(slot.tensor)

@@ -24,7 +24,7 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
-from mjax.models.attention.positions import apply_rope
+from mjax.models.attention.positions import apply_rope, pairs_apart, warmed
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
@@ -158,7 +158,7 @@ class MLA(BranchModule):
             (q,) = column(latent, (weight_of(self.q_b),), ctx)
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         turned = self._turn(turned, inputs)
-        return _join_channels(fixed, turned)
+        return warmed(_join_channels(fixed, turned), inputs.tokens, self.cfg)
 
     def _latent(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """[B, S, R + P]: the normed latent, and the key part of all heads after RoPE."""
@@ -231,12 +231,3 @@ def _cut_channels(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 def _join_channels(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.concatenate([first, second], -1)
-
-
-def pairs_apart(x: jax.Array) -> jax.Array:
-    """Channels [..., R] whose pairs lie at (2i, 2i + 1) -> with pairs at (i, i + R/2).
-
-    Queries and keys that are both reordered have the products that they had.
-    """
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    return pairs.swapaxes(-1, -2).reshape(x.shape)

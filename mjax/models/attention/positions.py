@@ -26,8 +26,38 @@ def frequencies(cfg: ModelConfig, word: str) -> Frequencies:
     channels = np.arange(0, dim, 2, dtype=np.float64)
     freq = theta ** (-channels / dim)
     if cfg.rope.rope_scaling is None or has_local_theta:
-        return Frequencies(freq, 1.0)
-    return scaled_frequencies(cfg, freq, theta)
+        found = Frequencies(freq, 1.0)
+    else:
+        found = scaled_frequencies(cfg, freq, theta)
+    if not cfg.rope.rope_interleave or BRANCHES[word].rotary != "attention.head_dim":
+        return found
+    # Pairs of the whole head are put apart; those without RoPE stay as they are.
+    still = cfg.attention.head_dim // 2 - len(freq)
+    factor = np.full(len(freq), found.factor)
+    factor = np.append(factor, np.ones(still))
+    per_token = np.append(found.per_token, np.zeros(still))
+    return Frequencies(per_token, factor)
+
+
+def warmed(q: jax.Array, tokens: Tokens, cfg: ModelConfig) -> jax.Array:
+    """Queries [B, S, N, H] times a temperature that grows with their position (Llama 4's)."""
+    scaling = cfg.rope.rope_scaling
+    if scaling is None or scaling.llama_4_scaling_beta is None:
+        return q
+    context = scaling.original_max_position_embeddings
+    passed = jnp.log1p(tokens.positions // context)
+    factor = 1 + scaling.llama_4_scaling_beta * passed
+    factor = factor[..., None, None]
+    return q * factor.astype(q.dtype)
+
+
+def pairs_apart(x: jax.Array) -> jax.Array:
+    """Channels [..., R] whose pairs lie at (2i, 2i + 1) -> with pairs at (i, i + R/2).
+
+    Queries and keys that are both reordered have the products that they had.
+    """
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return pairs.swapaxes(-1, -2).reshape(x.shape)
 
 
 def rope_of_layers(

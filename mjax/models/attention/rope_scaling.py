@@ -18,7 +18,7 @@ class Frequencies(NamedTuple):
     """Rotation of the channel pairs: float64 radians per token [R/2]; the factor on cos and sin."""
 
     per_token: np.ndarray
-    factor: float
+    factor: float | np.ndarray
 
 
 def scaled_frequencies(cfg: ModelConfig, freq: np.ndarray, theta: float) -> Frequencies:

@@ -20,11 +20,11 @@ from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
-from mjax.models.attention.positions import apply_rope
+from mjax.models.attention.positions import apply_rope, pairs_apart, warmed
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
@@ -159,13 +159,17 @@ class Attention(BranchModule):
             q, gate = jnp.split(q, 2, axis=-1)
         if sizes.key_multiplier is not None:
             k = k * sizes.key_multiplier
-        if sizes.qk_norm:
-            q = self.q_norm(q, parallel)
-            k = self.k_norm(k, parallel)
+        if sizes.qk_norm and not sizes.qk_norm_after_rope:
+            q, k = self.q_norm(q, parallel), self.k_norm(k, parallel)
         if inputs.word in inputs.rope:
+            if self.cfg.rope.rope_interleave:
+                q, k = pairs_apart(q), pairs_apart(k)
             tables = inputs.rope[inputs.word]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
+            q = warmed(q, inputs.tokens, self.cfg)
+        if sizes.qk_norm_after_rope:
+            q, k = self.q_norm(q, parallel), self.k_norm(k, parallel)
         if self.keeps_what_attention_reads:
             q = checkpoint_name(q, weight_of(self.q).name)
             k, v = (checkpoint_name(a, weight_of(self.kv).name) for a in (k, v))
@@ -255,14 +259,9 @@ class Attention(BranchModule):
 
 def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
     """The projection of heads of values, of size `head`, back to the residual stream."""
-    return ParamSpec(
-        shape=(cfg.attention.num_attention_heads, head, cfg.hidden_size),
-        axes=("heads", "head_dim", "embed"),
-        role="matrix",
-        inputs=2,
-        matmul="attn_proj",
-        hf=("self_attn.o_proj.weight",),
-    )
+    shape = cfg.attention.num_attention_heads, head, cfg.hidden_size
+    axes = "heads", "head_dim", "embed"
+    return matrix(shape, axes, "self_attn.o_proj.weight", inputs=2, matmul="attn_proj")
 
 
 def heads_of_cache(cfg: ModelConfig, tp: int) -> int:

@@ -16,8 +16,8 @@ from mjax.sharding.spec import ParamSpec
 class Norm(nnx.Module):
     """`cfg.norm` over the trailing axes `sizes` (one, or heads and head_dim), named `axes`.
 
-    The gain has that shape, and so has the bias of LayerNorm, if it has one. A zero-centered gain g
-    is stored as g - 1. Heads may be split over tp: `__call__` then sums the statistics over it.
+    Gain and LayerNorm's bias have that shape, where the model has them. A zero-centered gain g is
+    stored as g - 1. Heads may be split over tp: `__call__` then sums the statistics over it.
     `hf` is the name of the module in Hugging Face's checkpoints.
     """
 
@@ -32,7 +32,8 @@ class Norm(nnx.Module):
         self.cfg, self.sizes = cfg, sizes
         init = constant(0.0 if cfg.norm_zero_centered else 1.0)
         gain = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.weight",))
-        self.gain = declare(rngs, gain, init)
+        if cfg.norm_gain:
+            self.gain = declare(rngs, gain, init)
         if cfg.norm == "layernorm" and cfg.norm_bias:
             bias = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.bias",))
             self.bias = declare(rngs, bias, constant(0.0))
@@ -60,7 +61,8 @@ class Norm(nnx.Module):
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """(the factor on x, the bias of LayerNorm, zeros if it has none), fp32."""
-        gain = self.gain[...].astype(jnp.float32)
+        has_gain = self.cfg.norm_gain
+        gain = self.gain[...].astype(jnp.float32) if has_gain else jnp.ones(self.sizes[-1:])
         if self.cfg.norm_zero_centered:
             gain = 1.0 + gain
         if self.cfg.norm != "layernorm":

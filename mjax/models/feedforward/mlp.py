@@ -20,7 +20,7 @@ from mjax.models.base.branch import (
     Workload,
 )
 from mjax.models.base.context import Context
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
 from mjax.models.feedforward import mlp_fp8
@@ -77,13 +77,7 @@ class MLP(BranchModule):
             matmul="up",
             hf=up_names(cfg, prefix, "weight"),
         )
-        down = ParamSpec(
-            shape=(ffn, width),
-            axes=("mlp", "embed"),
-            role="matrix",
-            matmul="down",
-            hf=(f"{prefix}.down_proj.weight",),
-        )
+        down = matrix((ffn, width), ("mlp", "embed"), f"{prefix}.down_proj.weight", matmul="down")
         self.up = declare(rngs, up, normal(cfg.initializer_range))
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:

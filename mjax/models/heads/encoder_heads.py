@@ -16,7 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal, table
+from mjax.models.base.params import declare, declare_bias, matrix, normal, table
 from mjax.sharding.spec import ParamSpec
 
 
@@ -28,12 +28,11 @@ class Dense(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, hf: str, rngs: nnx.Rngs, active: float = 1.0):
         width = cfg.hidden_size
-        weight = ParamSpec(
-            shape=(width, width),
-            axes=("embed", None),
-            role="matrix",
+        weight = matrix(
+            (width, width),
+            ("embed", None),
+            f"{hf}.weight",
             active=active,
-            hf=(f"{hf}.weight",),
         )
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.has_bias = not cfg.bert.prediction_head

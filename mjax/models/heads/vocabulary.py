@@ -12,7 +12,7 @@ from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, to
 from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
 from mjax.models.base.context import Context, scaled
-from mjax.models.base.params import declare, normal, table
+from mjax.models.base.params import declare, declare_bias, normal, table
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -26,6 +26,9 @@ class VocabularyHead:
             words = table(cfg.padded_vocab_size, cfg.hidden_size, "vocab", "tokens")
             head = replace(words, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, normal(cfg.initializer_range))
+        if cfg.lm_head_bias:
+            shape, axes = (cfg.padded_vocab_size,), ("vocab",)
+            self.vocabulary_bias = declare_bias(rngs, shape, axes, "lm_head.bias")
 
     @jax.named_scope("head")
     def head_loss(
@@ -112,7 +115,7 @@ class VocabularyHead:
 
     def head_bias(self) -> jax.Array | None:
         """The bias of the logits, [V/tp], if the model has one."""
-        return None
+        return self.vocabulary_bias[...] if self.cfg.lm_head_bias else None
 
     def head_input(self, x: jax.Array) -> jax.Array:
         """The activations [..., D] that the head multiplies, from those after the final norm."""

@@ -105,14 +105,10 @@ class MoE(BranchModule):
             active=active,
             hf=up_names(cfg, prefix, "weight"),
         )
-        down = ParamSpec(
-            shape=(experts, ffn, width),
-            axes=("experts", "mlp", axis),
-            role="matrix",
-            matmul="expert_down",
-            active=active,
-            hf=(f"{prefix}.down_proj.weight",),
-        )
+        name = f"{prefix}.down_proj.weight"
+        down_axes = "experts", "mlp", axis
+        sizes = experts, ffn, width
+        down = matrix(sizes, down_axes, name, matmul="expert_down", active=active)
         init = normal(cfg.initializer_range)
         self.router = declare(rngs, router, init)
         self.up = declare(rngs, up, init)
@@ -131,18 +127,14 @@ class MoE(BranchModule):
 
     def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
         width = self.cfg.hidden_size
+        first, second = "mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight"
         into = matrix(
             (width, latent),
             ("embed", "latent"),
-            "mlp.fc1_latent_proj.weight",
+            first,
             matmul="latent_in",
         )
-        back = matrix(
-            (latent, width),
-            ("latent", "embed"),
-            "mlp.fc2_latent_proj.weight",
-            matmul="latent_out",
-        )
+        back = matrix((latent, width), ("latent", "embed"), second, matmul="latent_out")
         self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
         self.latent_out = declare(rngs, back, normal(out_std))
 

@@ -15,7 +15,7 @@ from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput, Source
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
 from mjax.models.towers.tiles import mixed
@@ -46,19 +46,17 @@ class Projector(BranchModule):
             newline = ParamSpec((width,), ("embed",), "embedding", hf=("image_newline",))
             self.newline = declare(rngs, newline, init)
         channels = tower.hidden_size * (4 if sizes.is_shuffled else 1)
-        up = ParamSpec(
-            shape=(channels, width),
-            axes=("embed", "mlp"),
-            role="matrix",
+        up = matrix(
+            (channels, width),
+            ("embed", "mlp"),
+            "linear_1.weight",
             matmul="projector_up",
-            hf=("linear_1.weight",),
         )
-        down = ParamSpec(
-            shape=(width, width),
-            axes=("mlp", "embed"),
-            role="matrix",
+        down = matrix(
+            (width, width),
+            ("mlp", "embed"),
+            "linear_2.weight",
             matmul="projector_down",
-            hf=("linear_2.weight",),
         )
         self.up = declare(rngs, up, init)
         self.up_bias = declare_bias(rngs, (width,), ("mlp",), "linear_1.bias")

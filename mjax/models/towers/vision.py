@@ -19,7 +19,7 @@ from mjax.config.schema.vision import VisionConfig
 from mjax.models.attention.positions import look_up
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.sharding.spec import ParamSpec
 
 _CUBIC = -0.75  # the slope of the kernel that torch resizes with
@@ -37,13 +37,9 @@ class PatchEmbedding(nnx.Module):
         self.cfg = cfg
         width, vision = cfg.hidden_size, cfg.vision
         init = normal(cfg.initializer_range)
-        weight = ParamSpec(
-            shape=(vision.num_channels, vision.patch_size, vision.patch_size, width),
-            axes=("patch", "patch", "patch", "embed"),
-            role="matrix",
-            inputs=3,
-            hf=("model.embed_patches.weight",),
-        )
+        shape = vision.num_channels, vision.patch_size, vision.patch_size, width
+        axes = "patch", "patch", "patch", "embed"
+        weight = matrix(shape, axes, "model.embed_patches.weight", inputs=3)
         self.weight = declare(rngs, weight, init)
         if vision.patch_bias:
             self.bias = declare_bias(rngs, (width,), ("embed",), "model.embed_patches.bias")

@@ -66,6 +66,24 @@ def test_mesh_equals_one_device(feature, cell):
     assert holds(record), record
 
 
+SIDE_BY_SIDE = ["model.layer_pattern=full|mlp", "model.parallel_norms=true", "model.norm=layernorm"]
+SIDE_BY_SIDE += ["model.lm_head_bias=true", "model.rope.rope_interleave=true"]
+SIDE_BY_SIDE += ["model.rope.partial_rotary_factor=0.5"]
+YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8, "
+NORMED_LATE = ["model.attention.qk_norm=true", "model.attention.qk_norm_after_rope=true"]
+NORMED_LATE += [f"model.rope.rope_scaling={YARN} llama_4_scaling_beta: 0.3}}"]
+NORMED_LATE += ["model.norm_gain=false", "model.norm=layernorm", "model.norm_bias=false"]
+
+
+@slow
+@pytest.mark.parametrize("keys", [SIDE_BY_SIDE, NORMED_LATE])
+def test_parts_of_some_families_are_equal_on_a_mesh(keys):
+    """GPT-NeoX's and Phi's, GLM's; OLMo's, Hunyuan's, and Ministral 3's temperature."""
+    where = Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")
+    record = compare("dense", where, *keys, steps=3)
+    assert holds(record), record
+
+
 @slow
 def test_muon_takes_padded_shards():
     where = Cell({"dp": 4, "tp": 2}, 1, 2)

@@ -244,6 +244,50 @@ QWEN3_NEXT_80B = dict(
     vocab_size=151936,
 )
 
+PYTHIA_1B = dict(
+    architectures=["GPTNeoXForCausalLM"],
+    bos_token_id=0,
+    eos_token_id=0,
+    hidden_act="gelu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=8192,
+    layer_norm_eps=1e-05,
+    max_position_embeddings=2048,
+    model_type="gpt_neox",
+    num_attention_heads=8,
+    num_hidden_layers=16,
+    rotary_emb_base=10000,
+    rotary_pct=0.25,
+    tie_word_embeddings=False,
+    torch_dtype="float16",
+    use_cache=True,
+    use_parallel_residual=True,
+    vocab_size=50304,
+)
+PHI_2 = dict(
+    architectures=["PhiForCausalLM"],
+    attention_dropout=0.0,
+    embd_pdrop=0.0,
+    hidden_act="gelu_new",
+    hidden_size=2560,
+    initializer_range=0.02,
+    intermediate_size=10240,
+    layer_norm_eps=1e-05,
+    max_position_embeddings=2048,
+    model_type="phi",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=32,
+    partial_rotary_factor=0.4,
+    qk_layernorm=False,
+    resid_pdrop=0.1,
+    rope_scaling=None,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    vocab_size=51200,
+)
+
 
 def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
     sizes = dict(hidden_size=hidden, intermediate_size=ffn)
@@ -263,9 +307,11 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
         (GPT_OSS_20B, 20_914_757_184),
         (GPT_OSS_120B, 116_829_156_672),
         (QWEN3_NEXT_80B, 79_674_391_296),  # without its prediction layer
+        (PYTHIA_1B, 1_011_781_632),
+        (PHI_2, 2_779_683_840),
     ],
     ids="llama-8b llama-70b llama-405b qwen3-32b gemma3-27b qwen1.5-moe olmoe gpt-oss-20b "
-    "gpt-oss-120b qwen3-next-80b".split(),
+    "gpt-oss-120b qwen3-next-80b pythia-1b phi-2".split(),
 )
 def test_published_configs_give_the_published_count(config, published):
     cfg = config_from_hf(config)
@@ -350,6 +396,30 @@ REFUSED = {
     "missing": (dict(hidden_size=None), "lacks 'hidden_size'"),
     "blocks": (nas((ATTENTION, NO_OP)) | dict(num_hidden_layers=2), "must be a list of 2 layers"),
     "no block": (nas((NO_OP, NO_OP)), "block_configs[0] has neither attention nor ffn"),
+    "layer with a state": (
+        TINY | dict(model_type="minimax_m2", head_dim=8, rope_scaling=None, attn_type_list=[1, 0]),
+        "attn_type_list=[1, 0] is not supported (only ones)",
+    ),
+    "kinds of mlp": (
+        TINY | dict(model_type="hy_v3", rope_scaling=None, mlp_layer_types=["dense", "moe"]),
+        "mlp_layer_types=['dense', 'moe'], num_hidden_layers=2",
+    ),
+    "no rope": (
+        TINY | dict(model_type="ministral3", rope_scaling=None),
+        "lacks 'rope_parameters', which its model_type needs",
+    ),
+    "temperature without yarn": (
+        dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
+        "has llama_4_scaling_beta=0.1, which is not supported",
+    ),
+    "norms of heads": (
+        TINY | dict(model_type="stablelm", rope_scaling=None, rms_norm_eps=None, qk_layernorm=True),
+        "qk_layernorm=True is not supported (only False)",
+    ),
+    "clipped": (
+        TINY | dict(model_type="olmo", rope_scaling=None, rms_norm_eps=None, clip_qkv=8.0),
+        "clip_qkv=8.0",
+    ),
     "half a block": (nas((ATTENTION, None)), "block_configs[0] must have attention and ffn"),
     "no group": (nas(({}, NO_OP)), "block_configs[0] has n_heads_in_group=None; give a number"),
     "ffn_mult": (nas((NO_OP, dict(ffn_mult="2"))), "has ffn_mult='2'; give a number"),

@@ -7,34 +7,53 @@ attention. Layers of multi-token prediction follow the others, under their numbe
 
 from collections.abc import Collection
 
+from mjax.config.languages.layer_pattern import expand, pattern_of
 from mjax.config.schema.mixers import MlaConfig
 from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
 from mjax.interop.huggingface.families.parts import Part, alike, only, same, take
 
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
 ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
     "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
 )
+SHARED_EXPERTS = (("mlp.shared_expert.", "mlp.shared_experts."),)  # their names for one
 # What else says nothing where all layers are dense.
 _EXPERT_KEYS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
     topk_method""".split()
 
 
-def dense_first(dense: str, routed: str) -> Part:
-    """Layers of kind `dense`, then those of kind `routed`. Reads before `shape`."""
+def dense_first(kinds: Part, first: int = 0, typed: bool = False) -> Part:
+    """The layers of `kinds`, with experts in the place of MLPs behind `first_k_dense_replace`.
+
+    `first`: the family's, where it is left out. `typed`: the family has `mlp_layer_types`, too,
+    which count. Reads before `shape`.
+    """
+    words = {"dense": "+mlp", "sparse": "+experts"}
 
     def read(config: dict) -> dict:
         layers = config["num_hidden_layers"]
-        first = min(take(config, "first_k_dense_replace", 0), layers)
+        types = config.pop("mlp_layer_types", None) if typed else None
+        dense = min(take(config, "first_k_dense_replace", first), layers)
+        types = types or ["dense"] * dense + ["sparse"] * (layers - dense)
+        if len(types) != layers or set(types) - words.keys():
+            raise UserError(f"config.json: mlp_layer_types={types!r}, num_hidden_layers={layers}")
         config.pop("num_mtp_layers", None)
-        for key in (*ROUTED, *_EXPERT_KEYS) if first == layers else ():
+        for key in (*ROUTED, *_EXPERT_KEYS) if "sparse" not in types else ():
             config.pop(key, None)
-        if first in (0, layers):
-            return {"layer_pattern": dense if first else routed}
-        before = dense if first == 1 else f"{dense}*{first}"
-        return {"layer_pattern": f"{before}, {routed}*{layers - first}"}
+        fields = kinds.read(config)
+        plain = expand(fields["layer_pattern"], layers)
+        made = [kind.replace("+mlp", words[t]) for kind, t in zip(plain, types, strict=True)]
+        return fields | {"layer_pattern": pattern_of(made)}
 
-    return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
+    def write(cfg: ModelConfig) -> dict:
+        plain = [kind.replace("+experts", "+mlp") for kind in cfg.layer_kinds]
+        out = kinds.write(cfg.model_copy(update={"layer_pattern": ", ".join(plain)}))
+        types = ["sparse" if "experts" in kind else "dense" for kind in cfg.layer_kinds]
+        out |= {"first_k_dense_replace": types.count("dense")}
+        return out | ({"mlp_layer_types": types} if typed else {})
+
+    return Part(read, write)
 
 
 def prediction_layers() -> Part:

@@ -22,7 +22,7 @@ class Slot:
     batch: the piece's index along the parameter's `ENUMERATING_AXES`, in their order.
     dims: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
     start: the piece's first index along dimension `axis` of a tensor that fuses several.
-    step: the piece takes every `step`-th index there.
+    step: the piece takes every `step`-th index there, or block of so many indices (`block`).
     lead: the leading index in a tensor that stacks several, or in its leading dimensions of size 1.
     number: the tensor lacks the parameter's dimension of size 1.
     """
@@ -35,6 +35,12 @@ class Slot:
     step: int = 1
     lead: tuple[int, ...] = ()
     number: bool = False
+    block: int = 1
+
+    def row(self, i: int) -> int:
+        """The index along `axis` of the tensor that has index `i` of the piece."""
+        block, within = divmod(i, self.block)
+        return self.start + block * self.block * self.step + within
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
@@ -129,6 +135,18 @@ def interleaved(layout: TensorLayout) -> TensorLayout:
         if "pair" not in at:
             return slot
         return replace(slot, tensor=spec.hf[0], start=at["pair"], step=2)
+
+    return place
+
+
+def blocks_of_heads(first: int) -> TensorLayout:
+    """q, k and v of a head follow each other in one tensor, [N, 3, H]; `first`: the piece's place
+    among them, that of k where a parameter is k and v."""
+
+    def place(spec: ParamSpec, at: dict[str, int]) -> Slot:
+        slot = (outputs_first if spec.role == "matrix" else vector)(spec, at)
+        head = spec.shape[-1]
+        return replace(slot, start=(first + at.get("pair", 0)) * head, step=3, block=head)
 
     return place
 

@@ -22,9 +22,8 @@ from mjax.interop.huggingface.families.parts import (
     experts,
     required,
     same,
-    shape,
 )
-from mjax.interop.huggingface.families.rope import rope
+from mjax.interop.huggingface.families.rope import sizes_with_rope
 
 _MIXER = {
     "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
@@ -60,6 +59,16 @@ _QWEN3_NEXT = {
 }
 MULTIPLIERS = alike("embedding_multiplier residual_multiplier logits_scaling")
 MULTIPLIERS |= alike("attention_multiplier", "attention.")
+# Granite's experts lie in one tensor.
+STACKED = {"expert_matrix": experts_stacked(outputs_first)}
+GRANITE_FUSED = {
+    "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+}
+GRANITE_RENAMES = (
+    ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+    ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
+    ("mlp.experts.", "block_sparse_moe."),
+)
 
 HYBRIDS: dict[str, Family] = {
     "mamba2": Family.of(
@@ -88,8 +97,7 @@ HYBRIDS: dict[str, Family] = {
         "BambaForCausalLM",
         attention_among(True, lambda config: ("mamba+mlp", "full+mlp")),
         mixer("bamba", mamba_conv_bias=True),
-        shape(rms_norm_eps=1e-5),
-        rope(fraction=0.5),
+        *sizes_with_rope(fraction=0.5, rms_norm_eps=1e-5),
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
@@ -101,16 +109,13 @@ HYBRIDS: dict[str, Family] = {
         mixer("bamba", mamba_conv_bias=True),
         granite_positions(),
         granite_experts(),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(),
         same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
         rename=(
             ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
             ("mlp.shared_expert.", "shared_mlp."),
-            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
-            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
-            ("mlp.experts.", "block_sparse_moe."),
+            *GRANITE_RENAMES,
             (".mlp.down_proj", ".shared_mlp.output_linear"),
         ),
         fused=_MIXER
@@ -119,16 +124,15 @@ HYBRIDS: dict[str, Family] = {
             "mlp.shared_expert.input_linear": tuple(
                 f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
             ),
-            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-        },
-        layouts={"expert_matrix": experts_stacked(outputs_first)},
+        }
+        | GRANITE_FUSED,
+        layouts=STACKED,
     ),
     "falcon_h1": Family.of(
         "FalconH1ForCausalLM",
         falcon_layers(),
         mixer("bamba", mamba_conv_bias=True),
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
@@ -140,8 +144,7 @@ HYBRIDS: dict[str, Family] = {
         attention_among(False, lambda config: ("deltanet+experts", "full+experts")),
         same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
         experts("num_experts", **_QWEN3_NEXT),
-        shape(head_dim=256),
-        rope(fraction=0.25),
+        *sizes_with_rope(fraction=0.25, head_dim=256),
         biases(),
         required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
         fixed={

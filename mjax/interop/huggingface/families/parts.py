@@ -88,6 +88,27 @@ def required(**values: Any) -> Part:
     return Part(read, lambda cfg: {})
 
 
+def of_kind(kind: str) -> Part:
+    """Layers of one kind, of which a config.json says nothing."""
+    return Part(lambda config: {"layer_pattern": kind}, lambda cfg: {})
+
+
+def called(part: Part, **names: str) -> Part:
+    """A part some of whose keys the family calls otherwise: `names` has the family's by its own."""
+
+    def read(config: dict) -> dict:
+        for own, name in names.items():
+            only(config, own)
+            if config.get(name) is not None:
+                config[own] = config.pop(name)
+        return part.read(config)
+
+    def write(cfg: ModelConfig) -> dict:
+        return {names.get(key, key): value for key, value in part.write(cfg).items()}
+
+    return Part(read, write)
+
+
 def ignored(*keys: str) -> Part:
     """Keys that say nothing about the models of this family."""
 
@@ -178,6 +199,16 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
         return values | ({"mlp_bias": cfg.mlp_bias} if mlp else {})
 
     return Part(read, write)
+
+
+def one_bias_key(default: bool) -> Part:
+    """`use_bias`: biases of all projections or of none."""
+
+    def read(config: dict) -> dict:
+        fields = ("attention.attention_bias", "attention.attention_out_bias", "mlp_bias")
+        return dict.fromkeys(fields, take(config, "use_bias", default))
+
+    return Part(read, lambda cfg: {"use_bias": cfg.mlp_bias})
 
 
 # ---- windows and other layer kinds -------------------------------------------------------------
@@ -326,11 +357,18 @@ def every_second(config: dict, layers: int) -> list[bool]:
     return [i % 2 == 0 for i in range(layers)]
 
 
-def all_but_every_sixth(config: dict, layers: int) -> list[bool]:
-    """Gemma 3."""
-    period = config.pop("sliding_window_pattern", None) or config.pop("_sliding_window_pattern", 6)
-    config.pop("_sliding_window_pattern", None)
-    return [(i + 1) % period != 0 for i in range(layers)]
+def all_but_every(usual: int) -> Callable[[dict, int], list[bool]]:
+    """Gemma 3, OLMo 3, EXAONE 4: each `sliding_window_pattern`-th layer sees all, else `usual`."""
+
+    def windowed(config: dict, layers: int) -> list[bool]:
+        names = ("sliding_window_pattern", "_sliding_window_pattern")
+        said = [config.pop(name, None) for name in names]
+        period = said[0] or said[1] or usual
+        if isinstance(period, str) and period == "L" * (len(period) - 1) + "G":
+            period = len(period)
+        return [(i + 1) % period != 0 for i in range(layers)]
+
+    return windowed
 
 
 # ---- one family's own --------------------------------------------------------------------------
@@ -378,6 +416,18 @@ def two_dropouts(rate: float) -> Part:
     return Part(
         read, lambda cfg: {"resid_pdrop": cfg.hidden_dropout, "embd_pdrop": cfg.hidden_dropout}
     )
+
+
+def residual_dropout(key: str) -> Part:
+    """A rate for residual branches in training, which is not taken: ours drops embeddings, too."""
+
+    def read(config: dict) -> dict:
+        rate = config.pop(key, None)
+        if rate:
+            say_unused(f"{key}={rate} is not taken: model.hidden_dropout drops embeddings, too")
+        return {}
+
+    return Part(read, lambda cfg: {key: 0.0})
 
 
 def experts(count: str, **defaults: Any) -> Part:

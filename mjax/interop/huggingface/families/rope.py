@@ -11,9 +11,10 @@ from typing import Any
 
 from mjax.config.schema.model import ROPE_KEYS, ModelConfig, RopeScaling
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.parts import Part, say_unused
+from mjax.interop.huggingface.families.parts import Part, say_unused, shape
 
 _LENGTH = "original_max_position_embeddings"
+_UNREAD = "max_position_embeddings"  # Ministral 3 has it here, too
 _TYPES = {"su": "longrope"} | {name: name for name in ROPE_KEYS}  # su: Phi-3's first name
 _NEEDED_KEYS = {  # readers differ in what they assume where these are left out
     "linear": ("factor",),
@@ -60,15 +61,23 @@ def rope(theta: float = 10000.0, fraction: float | None = None, original: bool =
     return Part(read, write)
 
 
+def sizes_with_rope(
+    theta: float = 10000.0, fraction: float | None = None, **defaults: object
+) -> tuple[Part, Part]:
+    """`shape` and `rope`, which most families have, with the defaults of both."""
+    return shape(**defaults), rope(theta, fraction)
+
+
 def typed_rope(
     theta: float,
     local: float,
     key: str = "rope_theta",
-    local_key: str = "rope_local_base_freq",
+    local_key: str | None = "rope_local_base_freq",
     scales_both: bool = False,
 ) -> Part:
     """One base for full and one for windowed layers, under keys of the family (Gemma 3's).
 
+    `local_key`: None: windowed layers have theirs in `rope_parameters` alone (OLMo 3's).
     `scales_both`: transformers scales windowed layers by `rope_scaling`, too, which is refused.
     """
 
@@ -98,11 +107,13 @@ def typed_rope(
         }
 
     def write(cfg: ModelConfig) -> dict:
-        return {
-            key: cfg.rope.rope_theta,
-            local_key: cfg.rope.rope_local_theta,
-            "rope_scaling": _rope_written(cfg),
-        }
+        own, scaling = cfg.rope.rope_local_theta, _rope_written(cfg)
+        out = {key: cfg.rope.rope_theta, "rope_scaling": scaling}
+        if local_key is not None:
+            return out | {local_key: own}
+        full = {"rope_type": "default", key: cfg.rope.rope_theta} | (scaling or {})
+        window = {"rope_type": "default", key: own}
+        return out | {"rope_parameters": {_FULL: full, _WINDOW: window}}
 
     return Part(read, write)
 
@@ -159,15 +170,15 @@ def _agreeing(said: Iterable[Said]) -> dict:
 def _scaling(values: dict) -> dict | None:
     """Hugging Face's scaling as ours. Raises `UserError` for unknown types and keys."""
     kind = values.pop("rope_type", "default")
-    known = {*RopeScaling.model_fields, "finetuned", "partial_rotary_factor"}
+    known = {*RopeScaling.model_fields, "finetuned", "partial_rotary_factor"} | {_UNREAD}
     unknown = sorted(values.keys() - known)
     if kind not in (*ROPE_KEYS, "default") or unknown:
         what = f"key {unknown[0]!r}" if kind in (*ROPE_KEYS, "default") else f"rope_type {kind!r}"
         raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
     used = ROPE_KEYS.get(kind, ())
-    unused = sorted(values.keys() - {*used, _LENGTH, "finetuned"})
+    unused = sorted(values.keys() - {*used, _LENGTH, "finetuned", _UNREAD})
     # DeepSeek's code reads mscale_all_dim of every kind.
-    none = {"mscale": 0, "mscale_all_dim": 0, "partial_rotary_factor": 1}
+    none = {"mscale": 0, "mscale_all_dim": 0, "partial_rotary_factor": 1, "llama_4_scaling_beta": 0}
     wrong = [key for key in unused if key in none and values[key] != none[key]]
     if wrong:
         raise UserError(

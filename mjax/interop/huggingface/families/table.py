@@ -6,7 +6,10 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 """
 
 from mjax.interop.huggingface.families.bert import ENCODERS
+from mjax.interop.huggingface.families.decoders.recent import MIXTRAL_RENAMES, RECENT
+from mjax.interop.huggingface.families.decoders.variants import VARIANTS
 from mjax.interop.huggingface.families.deepseek import (
+    SHARED_EXPERTS,
     dense_first,
     latent_attention_part,
     prediction_layers,
@@ -27,7 +30,7 @@ from mjax.interop.huggingface.families.nas import block_configs, norm_names
 from mjax.interop.huggingface.families.parts import (
     BIASED,
     activation,
-    all_but_every_sixth,
+    all_but_every,
     biases,
     every_second,
     every_second_below,
@@ -38,6 +41,7 @@ from mjax.interop.huggingface.families.parts import (
     gpt2_shape,
     ignored,
     layer_types,
+    of_kind,
     one_window,
     optional_window,
     same,
@@ -46,7 +50,7 @@ from mjax.interop.huggingface.families.parts import (
     two_dropouts,
     window_of_all,
 )
-from mjax.interop.huggingface.families.rope import rope, typed_rope
+from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
 from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
 
@@ -89,24 +93,21 @@ FAMILIES: dict[str, Family] = {
     "llama": Family.of("LlamaForCausalLM", shape(), rope(), biases(mlp=True)),
     "mistral": Family.of(
         "MistralForCausalLM",
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         one_window(),
         left_out={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "qwen2": Family.of(
         "Qwen2ForCausalLM",
         layer_types(optional_window),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(True, out=False),
         left_out=_QWEN_LEFT_OUT,
     ),
     "qwen3": Family.of(
         "Qwen3ForCausalLM",
         layer_types(optional_window),
-        shape(head_dim=128),
-        rope(),
+        *sizes_with_rope(head_dim=128),
         biases(),
         fixed={"attention.qk_norm": True},
         left_out=_QWEN_LEFT_OUT,
@@ -124,8 +125,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         gemma_scales(True),
         layer_types(every_second),
-        shape(_GELU2, **_GEMMA_SHAPE),
-        rope(),
+        *sizes_with_rope(_GELU2, **_GEMMA_SHAPE),
         biases(),
         softcaps(),
         ignored("hidden_act"),  # hidden_activation counts
@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family.of(
         "Gemma3ForCausalLM",
         gemma_scales(True),
-        layer_types(all_but_every_sixth),
+        layer_types(all_but_every(6)),
         shape(_GELU2, **_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
         typed_rope(1e6, 1e4),
         biases(),
@@ -159,8 +159,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family.of(
         "Olmo2ForCausalLM",
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         biases(),
         fixed={
             "norm_placement": "post",
@@ -171,8 +170,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family.of(
         "SmolLM3ForCausalLM",
         layer_types(optional_window, nope=True),
-        shape(tie_word_embeddings=True),
-        rope(2e6),
+        *sizes_with_rope(2e6, tie_word_embeddings=True),
         biases(mlp=True),
     ),
     "granite": Family.of(
@@ -181,51 +179,41 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family.of(
         "MixtralForCausalLM",
         experts("num_local_experts", **_MIXTRAL),
-        shape(rms_norm_eps=1e-5),
-        rope(1e6),
-        rename=(
-            ("mlp.gate.", "block_sparse_moe.gate."),
-            ("mlp.experts.", "block_sparse_moe.experts."),
-            (".gate_proj.", ".w1."),
-            (".up_proj.", ".w3."),
-            (".down_proj.", ".w2."),
-        ),
+        *sizes_with_rope(1e6, rms_norm_eps=1e-5),
+        rename=MIXTRAL_RENAMES,
         left_out={"num_key_value_heads": 8},
     ),
     "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
-        dense_first("mla+mlp", "mla+experts"),
+        dense_first(of_kind("mla+mlp")),
         latent_attention_part(),
         routed_experts_v2(),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(False, mlp=True),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"q_lora_rank": 1536},
     ),
     "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
-        dense_first("mla+mlp", "mla+experts"),
+        dense_first(of_kind("mla+mlp")),
         prediction_layers(),
         latent_attention_part(),
         routed_experts_v3(),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(False),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
         mend=without_missing_predictions,
     ),
     "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
-        dense_first("full+mlp", "full+experts"),
+        dense_first(of_kind("full+mlp")),
         prediction_layers(),
         routed_experts_v3(factor=1.0),
-        shape(rms_norm_eps=1e-5),
-        rope(fraction=0.5),
+        *sizes_with_rope(fraction=0.5, rms_norm_eps=1e-5),
         biases(out=False),
         same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
-        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        rename=SHARED_EXPERTS,
         left_out={"num_key_value_heads": 8, "first_k_dense_replace": 1},
         mend=without_missing_predictions,
     ),
@@ -233,8 +221,7 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         layer_types(every_second, kinds=("full+experts", "window+experts")),
         gpt_oss(),
-        shape(rms_norm_eps=1e-5, head_dim=64),
-        rope(150000.0),
+        *sizes_with_rope(150000.0, rms_norm_eps=1e-5, head_dim=64),
         fixed={"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
         rename=GPT_OSS_RENAMES,
         layouts={
@@ -246,8 +233,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family.of(
         "OlmoeForCausalLM",
         experts("num_experts", **_OLMOE, norm_topk_prob=False),
-        shape(rms_norm_eps=1e-5),
-        rope(),
+        *sizes_with_rope(rms_norm_eps=1e-5),
         biases(),
         fixed={"attention.qk_norm": True, "attention.qk_norm_all_heads": True},
     ),
@@ -255,8 +241,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         expert_layers(every_second_below, typed=True),
         experts("num_experts", **_QWEN2_MOE),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
         fixed={"moe.shared_expert_gate": True},
         left_out={"num_key_value_heads": 16, "sliding_window": 4096},
@@ -265,8 +250,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         expert_layers(window_of_all, typed=False),
         experts("num_experts", **_QWEN3_MOE),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(),
         fixed={"attention.qk_norm": True},
     ),
@@ -295,13 +279,15 @@ FAMILIES: dict[str, Family] = {
     "nemotron-nas": Family.of(
         "DeciLMForCausalLM",
         block_configs(),
-        shape(),
-        rope(),
+        *sizes_with_rope(),
         biases(mlp=True),
         name_of=norm_names,
     ),
+    **RECENT,
+    **VARIANTS,
     **HYBRIDS,
     **ENCODERS,
     **T5,
     **VISION,
 }
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

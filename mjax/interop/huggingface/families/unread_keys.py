@@ -13,17 +13,17 @@ MEANINGLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
     cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    ep_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label is_encoder_decoder label2id length_penalty
-    mamba_ssm_cache_dtype max_length min_length model_type name_or_path no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_logits_to_keep num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type
-    remove_invalid_values reorder_and_upcast_attn repetition_penalty rescale_prenorm_residual
-    residual_in_fp32 return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p unsloth_version use_bfloat16 use_cache
-    use_mamba_kernels""".split()
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eod_token_id
+    eos_token_id ep_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label is_encoder_decoder label2id
+    length_penalty mamba_ssm_cache_dtype max_length min_length model_type name_or_path
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_logits_to_keep
+    num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix problem_type remove_invalid_values reorder_and_upcast_attn
+    repetition_penalty rescale_prenorm_residual residual_in_fp32 return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p unsloth_version use_bfloat16 use_cache use_mamba_kernels""".split()
 )
 # Keys that have one value in all models that mjax can express; a family may read them itself.
 SETTLED = {
