@@ -142,7 +142,10 @@ class Engine:
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if not self.runner.has_weights:
-            raise UserError("the engine slept without weights; give them by update_weights")
+            raise UserError(
+                "the engine slept without weights, or an update of them failed; give them by "
+                "update_weights"
+            )
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
@@ -182,12 +185,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do; a paused engine has not."""
-        return bool(self.runner.in_flight or (self.requests and not self._paused))
+        """Whether a step has anything to do; an engine that is paused or has no weights has not."""
+        return bool(self.runner.in_flight or (self.requests and self._may_launch))
+
+    @property
+    def _may_launch(self) -> bool:
+        return self.runner.has_weights and not self._paused
 
     def step(self) -> list[TokenUpdate]:
         """Launch the next work of all lanes and return tokens of the work before."""
-        if self._paused:
+        if not self._may_launch:
             return self._read(all_but=0)
         found: list[TokenUpdate] = []
         self._guess()
@@ -221,7 +228,9 @@ class Engine:
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
         running requests stay, and each token's `weight_versions` says which weights made it.
-        Raises `UserError` for arrays of another model, and goes on with the weights it has.
+        Raises `UserError` for arrays of another model, and goes on with the weights it has. So it
+        does where memory runs out, if there is room for both; else requests wait for a call that
+        succeeds.
         """
         self.runner.require_weights(params)
         found = self._read(all_but=0)

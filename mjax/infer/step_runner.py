@@ -40,7 +40,8 @@ from mjax.infer.records import (
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
+from mjax.infer.weights import fit_twice, form_of, mesh_of, require_weights, take_apart
+from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
 
 Work = list[list[RowWork]]  # of each lane
@@ -109,7 +110,11 @@ class StepRunner:
 
     def _fill_memory(self) -> None:
         """Give the programs as many pages as fit into memory."""
-        largest = (self.sizes[1][-1], self._chunks), (None, self.sizes[0][-1])
+        largest = [(self.sizes[1][-1], self._chunks, None), (None, self.sizes[0][-1], None)]
+        size = self.whole_sizes[-1]
+        inputs = largest_inputs(self._cfg, size)
+        if inputs is not None:
+            largest.append((size, 1, inputs))
         pages = fitting_pages(self.programs, self._params, largest)
         self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
 
@@ -117,19 +122,23 @@ class StepRunner:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are any; `free` and a failed `replace_weights` may leave none."""
+        """Whether there are any; `free` or a failed `replace_weights` may have left none."""
         return self._params is not None
 
     def replace_weights(self, params: dict, donate: bool) -> None:
-        """Go on with other weights, of which `require_weights` has said that they fit."""
-        self._params = None  # memory for one copy is enough
+        """Go on with other weights, of which `require_weights` has said that they fit.
+
+        Where this fails, as memory runs out, the old ones stay if there was room for both.
+        """
+        if self.has_weights and not fit_twice(self._params):
+            self._params = None
         apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
         self._params = jax.device_put(apart, self._places)
         self.version += 1
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""
-        require_weights(self._definition.specs, params)
+        require_weights(self._definition.specs, params, self._dtype)
 
     def free(self, *, weights: bool) -> None:
         """Free the caches, which the next launch takes again, and the weights if asked."""
