@@ -31,12 +31,11 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.step_runner import Result, StepRunner
+from mjax.infer.step_runner import TOP, Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
-_TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
 class Engine:
@@ -48,7 +47,8 @@ class Engine:
     weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
     fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
     batch_invariant: whether the bits of a request do not depend on what runs beside it. All
-        steps then have the largest size, and a text begins when all its pages are free.
+        steps then have the largest size and compute all kinds of draws, and a text begins when
+        all its pages are free.
     donate: frees `params` while they are copied.
     drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
         between steps; it pays where few texts repeat themselves much.
@@ -166,7 +166,7 @@ class Engine:
             tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
             wanted = params.logprobs or params.prompt_logprobs
-            top = min(_TOP, self.cfg.vocab_size) if wanted else 0
+            top = min(TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
             sample = RequestSample(request, answer, tokens, seed, draws, lane)
             sample.adapter = self.adapters.get(params.adapter, 0)
@@ -255,15 +255,17 @@ class Engine:
         """Take requests again after `sleep`."""
         self._sleeps = False
 
-    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
+    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED), *, rules: bool = False) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
+        rules: as many again for rows with biases, forbidden tokens or forms; else these are
+            compiled where they are first needed.
         """
         if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
-        return self.runner.warm_up(draws)
+        return self.runner.warm_up(draws, rules)
 
     @property
     def version(self) -> int:
