@@ -31,12 +31,11 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.step_runner import Result, StepRunner
+from mjax.infer.step_runner import TOP, Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
-_TOP = 20  # likeliest tokens that a program gives if any are asked for
 
 
 class Engine:
@@ -48,7 +47,8 @@ class Engine:
     weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
     fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
     batch_invariant: whether the bits of a request do not depend on what runs beside it. All
-        steps then have the largest size, and a text begins when all its pages are free.
+        steps then have the largest size and compute all kinds of draws, and a text begins when
+        all its pages are free.
     donate: frees `params` while they are copied.
     drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
         between steps; it pays where few texts repeat themselves much.
@@ -142,7 +142,10 @@ class Engine:
         if self._sleeps:
             raise UserError("the engine sleeps; wake it before it gets requests")
         if not self.runner.has_weights:
-            raise UserError("the engine slept without weights; give them by update_weights")
+            raise UserError(
+                "the engine slept without weights, or an update of them failed; give them by "
+                "update_weights"
+            )
         if request_id in self.requests:
             raise UserError(f"request {request_id} is running already; give another id")
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
@@ -163,7 +166,7 @@ class Engine:
             tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
             wanted = params.logprobs or params.prompt_logprobs
-            top = min(_TOP, self.cfg.vocab_size) if wanted else 0
+            top = min(TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
             sample = RequestSample(request, answer, tokens, seed, draws, lane)
             sample.adapter = self.adapters.get(params.adapter, 0)
@@ -182,12 +185,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do; a paused engine has not."""
-        return bool(self.runner.in_flight or (self.requests and not self._paused))
+        """Whether a step has anything to do; an engine that is paused or has no weights has not."""
+        return bool(self.runner.in_flight or (self.requests and self._may_launch))
+
+    @property
+    def _may_launch(self) -> bool:
+        return self.runner.has_weights and not self._paused
 
     def step(self) -> list[TokenUpdate]:
         """Launch the next work of all lanes and return tokens of the work before."""
-        if self._paused:
+        if not self._may_launch:
             return self._read(all_but=0)
         found: list[TokenUpdate] = []
         self._guess()
@@ -221,7 +228,9 @@ class Engine:
 
         Returns the tokens that were in flight. Prefixes of earlier weights are forgotten; caches of
         running requests stay, and each token's `weight_versions` says which weights made it.
-        Raises `UserError` for arrays of another model, and goes on with the weights it has.
+        Raises `UserError` for arrays of another model, and goes on with the weights it has. So it
+        does where memory runs out, if there is room for both; else requests wait for a call that
+        succeeds.
         """
         self.runner.require_weights(params)
         found = self._read(all_but=0)
@@ -246,15 +255,17 @@ class Engine:
         """Take requests again after `sleep`."""
         self._sleeps = False
 
-    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
+    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED), *, rules: bool = False) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
+        rules: as many again for rows with biases, forbidden tokens or forms; else these are
+            compiled where they are first needed.
         """
         if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
-        return self.runner.warm_up(draws)
+        return self.runner.warm_up(draws, rules)
 
     @property
     def version(self) -> int:

@@ -132,7 +132,9 @@ class LLM:
             while self.engine.has_work:
                 self.engine.step()
             if not all(request.output.finished for request in requests):
-                raise UserError("the engine is paused; resume it before it generates")
+                raise UserError(
+                    "the engine is paused or has no weights; resume it, or give it some"
+                )
         except BaseException:  # a later call must not find them
             for request in requests:
                 self.engine.abort(request.output.request_id)

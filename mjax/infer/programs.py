@@ -37,7 +37,7 @@ from mjax.infer.sample import (
     kept_drafts,
     scored,
 )
-from mjax.infer.weights import Form, partitions_apart
+from mjax.infer.weights import Form, memory_of, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.cross import SourceKeysValues
@@ -154,24 +154,23 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
 
 
 def fitting_pages(
-    programs: "EnginePrograms", params: dict, largest: Sequence[tuple[int | None, int]]
+    programs: "EnginePrograms", params: dict, largest: Sequence[tuple[int | None, int, dict | None]]
 ) -> int:
     """The pages of each lane that memory holds beside weights and the largest programs.
 
-    `largest`: tokens (None: a step of decoding) and rows of these programs. On a device that does
-    not say its memory, so many that all rows have a quarter of their length, and one has it all.
+    `largest`: of these programs, as `EnginePrograms.lowered` takes it. On a device that does not
+    say its memory, so many that all rows have a quarter of their length, and one has it all.
     """
-    sizes, device = programs.sizes, jax.tree.leaves(params)[0].devices().pop()
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
+    sizes, stats = programs.sizes, memory_of(params)
+    if not stats:
         return 2 + max(sizes.rows * -(-sizes.width // 4), sizes.width)
     one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
     if one == two:  # all caches lie in slots
         return 1 + sizes.rows * sizes.width
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
-    for tokens, rows in largest:
-        memory = programs.lowered(params, tokens, rows).compile().memory_analysis()
+    for size in largest:
+        memory = programs.lowered(params, *size).compile().memory_analysis()
         scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
     # As much again is for the compiler's trials and for holes between arrays.
     spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]
@@ -230,11 +229,17 @@ class EnginePrograms:
             total += count * jnp.dtype(spec.dtype or self.dtype).itemsize
         return total
 
-    def lowered(self, params: dict, tokens: int | None, rows: int) -> jax.stages.Lowered:
-        """A greedy step before it is compiled: of prefill of `tokens`, or of decoding."""
+    def lowered(
+        self, params: dict, tokens: int | None, rows: int, inputs: dict | None = None
+    ) -> jax.stages.Lowered:
+        """A greedy step before it is compiled: of prefill of `tokens`, or of decoding.
+
+        `inputs`: shapes of what is read beside a whole prompt, [1, ..] each.
+        """
         state, rows_here = self.abstract_state, self.lanes * rows
         if tokens is not None:
-            given = StepTokens(np.zeros((self.lanes, tokens), np.int32))
+            of_lanes = jax.tree.map(lambda x: x.update(shape=(self.lanes, *x.shape[1:])), inputs)
+            given = StepTokens(np.zeros((self.lanes, tokens), np.int32), inputs=of_lanes)
         elif self.sizes.drafts:
             given = StepTokens(drafts=np.zeros((rows_here, self.sizes.drafts), np.int32))
         else:

@@ -235,14 +235,14 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
             place += count
 
 
-def rules_of_rows(places: Sequence[RequestSample | None], vocabulary: int) -> RowRules:
-    """The rules of the rows of a step; None: a row without work."""
+def rules_of_rows(places: Sequence[RequestSample | None], vocabulary: int, whole: bool) -> RowRules:
+    """The rules of the rows of a step; None: a row without work. whole: as in `row_rules`."""
     if not any(sample is not None and sample.has_rules for sample in places):
         return RowRules()
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
     flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
-    return row_rules(answers, flying, vocabulary)
+    return row_rules(answers, flying, vocabulary, whole)
 
 
 def united(kinds: Sequence[Draws]) -> Draws:

@@ -427,11 +427,13 @@ def text_stream(
     return TextStream(tokenizer.decode_whole or tokenizer.decode, prompt, params.stop, **options)
 
 
-def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabulary: int) -> RowRules:
+def row_rules(
+    answers: Sequence[Answer | None], flying: Sequence[int], vocabulary: int, whole: bool = False
+) -> RowRules:
     """The rules of rows for their next tokens, in numpy; None: a row without.
 
     flying: of each row, tokens that the host has not read. Widths of lists are rounded up, so that
-    few programs are compiled.
+    few programs are compiled. whole: all parts are given, at one width: a single program.
     """
     pairs = list(zip(answers, flying, strict=True))
     biases = [dict(row.rules.bias) if row else {} for row in answers]
@@ -439,21 +441,22 @@ def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabular
     masks = [row.allowed() if row else None for row in answers]
     given = [mask for mask in masks if mask is not None]
     ids, values, banned, allowed = None, None, None, None
-    if any(biases):
-        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
-        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
-    if any(bans):
-        banned = _padded_columns(bans, np.int32, -1)
-    if given:
+    width = _MOST if whole else 16
+    if whole or any(biases):
+        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1, width)
+        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0, width)
+    if whole or any(bans):
+        banned = _padded_columns(bans, np.int32, -1, width)
+    if whole or given:
         allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
         for row, mask in enumerate(masks):
             allowed[row] = allowed[row] if mask is None else mask
     return RowRules(ids, values, allowed, banned)
 
 
-def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
-    """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
-    width, longest = 16, max(map(len, rows))
+def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int, width: int) -> np.ndarray:
+    """Rows of unequal length as an array, filled up to `width` columns, 4 times as many .."""
+    longest = max(map(len, rows))
     while width < longest:
         width *= 4
     table = np.full((len(rows), width), filling, dtype)

@@ -38,11 +38,14 @@ from mjax.infer.records import (
     rules_of_rows,
     united,
 )
+from mjax.infer.requests import row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.weights import form_of, mesh_of, require_weights, take_apart
+from mjax.infer.weights import fit_twice, form_of, mesh_of, require_weights, take_apart
+from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
 
+TOP = 20  # likeliest tokens that a program gives if any are asked for
 Work = list[list[RowWork]]  # of each lane
 
 
@@ -104,12 +107,20 @@ class StepRunner:
         self._state: StepState | None = None  # taken when the first program is launched
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
+        self._invariant, self._whole_rules = batch_invariant, False
+        if batch_invariant:  # no program depends on what others draw
+            top = min(TOP, cfg.vocab_size)
+            self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
         self._flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
     def _fill_memory(self) -> None:
         """Give the programs as many pages as fit into memory."""
-        largest = (self.sizes[1][-1], self._chunks), (None, self.sizes[0][-1])
+        largest = [(self.sizes[1][-1], self._chunks, None), (None, self.sizes[0][-1], None)]
+        size = self.whole_sizes[-1]
+        inputs = largest_inputs(self._cfg, size)
+        if inputs is not None:
+            largest.append((size, 1, inputs))
         pages = fitting_pages(self.programs, self._params, largest)
         self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
 
@@ -117,19 +128,23 @@ class StepRunner:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are any; `free` and a failed `replace_weights` may leave none."""
+        """Whether there are any; `free` or a failed `replace_weights` may have left none."""
         return self._params is not None
 
     def replace_weights(self, params: dict, donate: bool) -> None:
-        """Go on with other weights, of which `require_weights` has said that they fit."""
-        self._params = None  # memory for one copy is enough
+        """Go on with other weights, of which `require_weights` has said that they fit.
+
+        Where this fails, as memory runs out, the old ones stay if there was room for both.
+        """
+        if self.has_weights and not fit_twice(self._params):
+            self._params = None
         apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
         self._params = jax.device_put(apart, self._places)
         self.version += 1
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""
-        require_weights(self._definition.specs, params)
+        require_weights(self._definition.specs, params, self._dtype)
 
     def free(self, *, weights: bool) -> None:
         """Free the caches, which the next launch takes again, and the weights if asked."""
@@ -139,8 +154,12 @@ class StepRunner:
         if weights:
             self._params = None
 
-    def warm_up(self, draws: Sequence[Draws]) -> int:
-        """Compile the programs of all sizes for these kinds of draws; returns their number."""
+    def warm_up(self, draws: Sequence[Draws], rules: bool) -> int:
+        """Compile the programs of all sizes for these kinds of draws; returns their number.
+
+        rules: also those for rows with rules, which then have all parts of `RowRules`.
+        """
+        draws = self._warm if self._invariant else tuple(draws)
         if any(kind.penalties for kind in draws):
             self._begin_counts()
         rows, tokens = self.sizes
@@ -152,10 +171,16 @@ class StepRunner:
             ids = np.zeros((self.programs.lanes, count), np.int32)
             inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
+        if rules:
+            calls += [(*pair, self._no_rules(len(pair[1])), kind) for *pair, _, kind in calls]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
-        self._warm = tuple(draws)
+        self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
+
+    def _no_rules(self, rows: int) -> RowRules:
+        """All parts of the rules of rows that have none."""
+        return row_rules([None] * rows, [0] * rows, self._cfg.vocab_size, whole=True)
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -216,7 +241,7 @@ class StepRunner:
                     samples[place] = entry.sample
         if self._state is None:
             self._state = self.programs.empty()
-        rules = rules_of_rows(places, self._cfg.vocab_size)
+        rules = rules_of_rows(places, self._cfg.vocab_size, self._whole_rules)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:

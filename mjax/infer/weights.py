@@ -71,16 +71,39 @@ def mesh_of(params: dict) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def require_weights(specs: dict, params: dict) -> None:
-    """Raise `UserError` for arrays that are not the parameters of a model with these specs."""
+def require_weights(specs: dict, params: dict, dtype: jnp.dtype) -> None:
+    """Raise `UserError` for arrays that are not the parameters of a model with these specs.
+
+    dtype: of the model.
+    """
     wanted, model = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
     if jax.tree.structure(params) != model:
         raise UserError("the weights are not those of this model: other names; give its own")
     for (path, spec), given in zip(wanted, jax.tree.leaves(params), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         shape = getattr(given, "shape", None)
         if not isinstance(given, jax.Array) or shape != spec.shape:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise UserError(f"weights: {name} is {type(given).__name__} {shape}, not {spec.shape}")
+        if given.is_deleted():
+            raise UserError(f"weights: {name} is deleted, as by donation; give one that is there")
+        kinds = [jnp.issubdtype(x, jnp.floating) for x in (given.dtype, spec.dtype(dtype))]
+        if kinds[0] != kinds[1]:
+            raise UserError(f"weights: {name} has dtype {given.dtype}, not {spec.dtype(dtype)}")
+
+
+def memory_of(params: dict) -> dict[str, int]:
+    """Figures of a device that has parameters, by name; empty where it does not say its memory."""
+    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    stats = device.memory_stats() or {}
+    return stats if "bytes_limit" in stats else {}
+
+
+def fit_twice(params: dict) -> bool:
+    """Whether memory has room for other parameters beside these; True where it is not known."""
+    stats = memory_of(params)
+    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(params)]
+    needed = sum(shard.nbytes for shard in shards)
+    return not stats or stats["bytes_limit"] - stats["bytes_in_use"] > needed
 
 
 def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:

@@ -13,7 +13,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.contiguous import require_decoder
 from mjax.infer.records import holding
-from mjax.models.towers.tiles import PADDING, Tiled
+from mjax.models.towers.tiles import CORNERS, PADDING, Tiled
 
 # Of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M] of sounds.
 PromptItem = np.ndarray | Tiled
@@ -52,6 +52,27 @@ def whole_inputs(
         "given": jax.tree.map(lambda array: np.asarray(array)[None], dict(items)),
         "count": count,
     }
+
+
+def largest_inputs(cfg: ModelConfig, size: int) -> dict | None:
+    """Shapes of the most that goes with a prompt of `size` tokens (`whole_inputs`); None: nothing.
+
+    A text has as many items as the model's config says; a prompt may have more or larger ones.
+    """
+
+    def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *sizes), dtype)
+
+    if cfg.architecture.reads_target:
+        return dict.fromkeys(("source", "real"), shape(size, dtype="int32"))
+    given = {}
+    for name in cfg.modalities:
+        tower = cfg.tower(name)
+        given[name] = shape(tower.max_items, *tower.item_shape)
+        if tower.is_tiled:
+            corners = shape(size, CORNERS, dtype="int32")
+            given[name] = Tiled(given[name], corners, shape(size, CORNERS))
+    return {"given": given, "count": shape(dtype="int32")} if given else None
 
 
 def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, PromptItem]) -> None:

@@ -31,6 +31,10 @@ class AudioConfig(TowerConfig):
         """The tokens of a sound of `size` frames."""
         return self.max_source_positions if size is None else size // 2
 
+    @property
+    def item_shape(self) -> tuple[int, int]:
+        return 2 * self.max_source_positions, self.num_mel_bins
+
     def num_tokens(self, size: int | None = None) -> int:
         return self.grid(size)
 

@@ -52,6 +52,11 @@ class TowerConfig(Group):
         """Text that stands for an item in a prompt."""
         return f"<{self.item}>"
 
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """The numbers of an item, or of a tile, as the tower reads it."""
+        raise NotImplementedError
+
     def num_tokens(self, size: int | None = None) -> int:
         """The tokens of an item of `size`; None: of the size that its positions are for."""
         raise NotImplementedError

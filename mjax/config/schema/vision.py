@@ -61,6 +61,10 @@ class VisionConfig(TowerConfig):
     def leading(self) -> int:
         return int(self.class_token)
 
+    @property
+    def item_shape(self) -> tuple[int, int, int]:
+        return self.image_size, self.image_size, self.num_channels
+
     def num_tokens(self, size: int | None = None) -> int:
         """The tokens of an image: its class token, if it has one, and its patches."""
         return self.leading + self.grid(size) ** 2

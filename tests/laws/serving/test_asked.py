@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mjax.data.base.tokenizer import load_tokenizer
+from mjax.infer.engine import LIMITED
 from mjax.infer.requests import SamplingParams, Structured
 from mjax.infer.scheduling.scheduler import Limits
 from tests.laws.serving.kinds import (
@@ -192,6 +193,38 @@ def test_a_structured_text_has_its_form_whatever_runs_beside_it():
             assert re.fullmatch("[ab]{4}(x|yz)", sample.text)
     alone = [served(emptied(given), [ask])[0].outputs[0].text for ask in asks]
     assert alone == [output.outputs[0].text for output in outputs]
+
+
+def test_an_engine_warm_for_rules_compiles_none_for_random_ones():
+    limits = Limits(rows=1, chunk=16, length=64)
+    given = make_engine(KIND, limits=limits, pages=9, all_sizes=True)
+    compiled = given.warm_up([LIMITED], rules=True)
+    rng = np.random.default_rng(4)
+    kinds = [
+        {},
+        {"logit_bias": {int(t): -9.0 for t in rng.integers(0, VOCAB, 40)}},
+        {"allowed_token_ids": [3, 31, 32, 64]},
+        {"bad_words": [LETTERS.decode([5]), LETTERS.decode([7])]},
+        {"stop_token_ids": [3, 4], "min_tokens": 3},
+    ]
+    asks = []
+    for number in range(30):
+        params = kinds[rng.integers(5)] | {"temperature": float(rng.integers(2)), "seed": number}
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 40)).tolist()
+        asks.append(Ask(prompt, SamplingParams(max_tokens=5, **params), 3 * number))
+    outputs = served(given, asks)
+    assert len(given.runner.compiled) == compiled == 4
+    for output, ask in zip(outputs, asks, strict=True):
+        made = set(output.outputs[0].token_ids)
+        assert made <= set(ask.params.allowed_token_ids or made)
+        assert not ask.params.bad_words or made.isdisjoint({5, 7})
+    plain = [output for output, ask in zip(outputs, asks, strict=True) if is_plain(ask.params)]
+    assert plain
+    assert_greedy(KIND, plain)
+
+
+def is_plain(params):
+    return SamplingParams(max_tokens=5, seed=params.seed) == params
 
 
 def test_a_warm_engine_compiles_nothing_for_random_requests():

@@ -18,6 +18,7 @@ ASKS = [
     (RNG.integers(0, VOCAB, 31).tolist(), SamplingParams(max_tokens=9, temperature=1.0, seed=1)),
     (SHARED + RNG.integers(0, VOCAB, 20).tolist(), SamplingParams(max_tokens=12)),
     (RNG.integers(0, VOCAB, 3).tolist(), SamplingParams(max_tokens=30, temperature=0.8, seed=2)),
+    ([5, 6], SamplingParams(max_tokens=25, repetition_penalty=1.3, logprobs=3)),
 ]
 
 
@@ -35,6 +36,7 @@ def test_bits_do_not_depend_on_company(kind):
     for (ids, logprobs), (wanted, wanted_logprobs) in zip(together, alone, strict=True):
         assert ids.tolist() == wanted.tolist()
         assert logprobs == wanted_logprobs
+    assert len(given.runner.compiled) == 2, "one of decoding and one of prefill"
 
 
 def test_a_text_begins_when_it_can_end():

@@ -5,6 +5,7 @@ request that comes later.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -177,6 +178,43 @@ def test_weights_of_another_model_change_nothing(given):
         with pytest.raises(UserError, match="weights"):
             given.update_weights(wrong)
     assert tokens_of(served(given, ASKS)) == wanted
+
+
+def test_weights_that_are_gone_or_of_another_dtype_change_nothing(given, others):
+    wanted = tokens_of(served(given, ASKS))
+    integers = jax.tree.map(lambda p: p.astype(jnp.int32), others)
+    gone = jax.tree.map(lambda p: p + 0, others)
+    jax.tree.leaves(gone)[-1].delete()
+    for wrong, message in ((integers, "has dtype int32"), (gone, "is deleted")):
+        with pytest.raises(UserError, match=message):
+            given.update_weights(wrong)
+    assert tokens_of(served(given, ASKS)) == wanted
+
+
+@pytest.mark.parametrize("both_fit", [True, False])
+def test_an_update_that_fails_midway_is_mended_by_another(given, others, both_fit, monkeypatch):
+    wanted = tokens_of(served(given, ASKS))
+    requests = [given.add(ask.prompt, ask.params) for ask in ASKS]
+    steps(given, 7)
+    version = given.version
+
+    def failing(*arguments):
+        raise MemoryError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("mjax.infer.step_runner.fit_twice", lambda params: both_fit)
+        patch.setattr("mjax.infer.step_runner.take_apart", failing)
+        given.update_weights(others)
+    assert given.version == version and given.has_work == both_fit
+    if not both_fit:
+        assert given.step() == []
+        with pytest.raises(UserError, match="an update of them failed"):
+            given.add([1], SamplingParams())
+        given.update_weights(model(KIND).params)
+    while given.has_work:
+        given.step()
+    assert tokens_of(request.output for request in requests) == wanted
+    assert given.version == version + (not both_fit)
 
 
 def test_weights_may_lie_on_another_mesh(given, others):

@@ -14,13 +14,14 @@ from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.small_engine import completed
+from mjax.infer.whole_prompts import largest_inputs, whole_inputs
 from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
 from tests.generation import complete
 from tests.laws.models import test_encoder_decoder as laws_of_t5
 from tests.laws.models import test_llava as laws_of_llava
-from tests.marks import quick
+from tests.marks import quick, slow
 
 IMAGE, NEW = 257, 140
 # Models of the laws of training, with weights that make tokens vary.
@@ -90,6 +91,28 @@ def test_company_and_preemption_change_no_token(kind, sizes):
     assert all(lane.pool.cached == lane.pool.used == 0 for lane in engine.lanes) or kind is llava
     if not sizes:
         assert engine.runner.prefills > 9, "some were preempted and computed anew"
+
+
+@pytest.mark.parametrize("kind", [llava, encoder_decoder])
+def test_memory_is_kept_for_the_largest_whole_prompt(kind):
+    """Its shapes are those of a prompt with all items that a text has."""
+    (_, _, cfg), prompts, items = kind()
+    prompt = prompts[0] if kind is llava else [1] * 48
+    found = whole_inputs(cfg, prompt, items[0] or {}, [16, 48])
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), found)
+    wanted = jax.tree.map(lambda x: (x.shape, x.dtype), largest_inputs(cfg, 48))
+    assert shapes == wanted
+
+
+@slow
+def test_pages_leave_room_for_images(monkeypatch):
+    stats = {"bytes_limit": 2**28, "bytes_in_use": 0}
+    monkeypatch.setattr("mjax.infer.programs.memory_of", lambda params: stats)
+    model, _, _ = llava()
+    options = {"dtype": "float32", "limits": Limits(rows=2, chunk=16, length=192)}
+    pages = Engine(*model, **options).programs.sizes.pages
+    monkeypatch.setattr("mjax.infer.step_runner.largest_inputs", lambda cfg, size: None)
+    assert pages < Engine(*model, **options).programs.sizes.pages
 
 
 def test_penalties_of_an_encoder_decoder_count_what_its_decoder_made():
