@@ -5,7 +5,7 @@ of one rank. So an adapter changes numbers and no shape, and nothing is compiled
 adapter is full of zeros.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -92,6 +92,22 @@ class AdapterSlots:
         part = own.part(path, name)
         axis = lead if name == "b" else here.ndim - 1
         np.moveaxis(here, axis, 0)[: part.shape[axis]] = np.moveaxis(part, axis, 0)
+
+
+def slots_of(model: Pretrained, count: int, rank: int) -> AdapterSlots:
+    """Empty slots for adapters of a loaded model."""
+    return AdapterSlots(model.cfg, model.definition.specs, count, rank)
+
+
+def with_slots_filled(
+    model: Pretrained, slots: AdapterSlots, folders: Sequence[str | Path]
+) -> Pretrained:
+    """The model with slots, of which the first have the adapters in folders."""
+    if len(folders) > slots.count:
+        raise UserError(f"{len(folders)} adapters and max_loras={slots.count}: raise it")
+    for slot, folder in enumerate(folders, 1):
+        slots.put(slot, slots.read(folder))
+    return slots.beside(model)
 
 
 def with_changed(params: dict, arrays: Mapping[Leaf, np.ndarray]) -> dict:
