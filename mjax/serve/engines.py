@@ -213,7 +213,7 @@ class Engines:
         for replica in self._replicas:
             replica.send(wire.Abort(request_id))
 
-    async def command(self, name: str, **given: Any) -> dict[str, Any]:
+    async def command(self, name: str, /, **given: Any) -> dict[str, Any]:
         """Run a command in every engine and return what the first one says.
 
         Raises the error of one that fails.
