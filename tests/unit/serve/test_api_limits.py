@@ -17,6 +17,7 @@ from tests.unit.serve.conftest import LENGTH, QUEUED, served
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HI = [{"role": "user", "content": "Hi."}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+NAMED = {"type": "function", "function": {"name": "g"}}
 
 
 def checked(reply: httpx.Response, status: int) -> dict:
@@ -339,7 +340,7 @@ def test_a_template_that_does_not_end(live, monkeypatch):
 def test_administration(live, monkeypatch):
     asked = []
 
-    async def command(name, **given):
+    async def command(name, /, **given):
         asked.append((name, given))
         return {}
 
