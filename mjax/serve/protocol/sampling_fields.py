@@ -8,7 +8,7 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
@@ -22,7 +22,6 @@ HARMLESS = frozenset(
 _SAME = """n temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
 seed min_tokens stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens
 bad_words logit_bias allowed_token_ids prompt_logprobs priority cache_salt""".split()
-_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
 class Fields(BaseModel):
@@ -79,31 +78,21 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
 
 
-class SamplingFields(Fields):
+_Same = create_model(
+    "_Same",
+    __base__=Fields,
+    **{
+        name: (field.rebuild_annotation() | None, None)
+        for name, field in SamplingParams.model_fields.items()
+        if name in _SAME
+    },
+)
+
+
+class SamplingFields(_Same):
     """How a text is made."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -125,20 +114,15 @@ class SamplingFields(Fields):
             raise ValueError("stream_options is only for stream=true")
         return self
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """What the engine reads; a field that is not given is as the model's files say, else 1.0
-        for the temperature. `own`: fields that a route derives. Raises `UserError`.
+        """What the engine reads. `own`: fields that a route derives. Raises `UserError`.
+
+        A field that is not given is as the files of the model say, else 1 for the temperature.
         """
-        said = {name: getattr(defaults, name) for name in _DEFAULTS}
-        said = {name: said[name] for name in _DEFAULTS if name in defaults.model_fields_set}
         given = {name: getattr(self, name) for name in _SAME}
-        given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{"temperature": 1.0} | said | given | own)
+        said = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0} | said | known | own)
 
     def form(self) -> dict[str, Any] | None:
         """The fields of `Structured` for the form that a text must have; None: any text.
