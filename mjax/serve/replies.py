@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -87,7 +87,8 @@ class Reply:
         self.service.prompts.require_room(len(prompt), param)
         first = sum(job.params.n for job in self.jobs)
         self.require_few(first + params.n, "n")
-        self.jobs.append(Job(prompt=prompt, params=params, first=first, **{"id": self.id} | own))
+        job = Job(self.id, prompt, params, first=first)
+        self.jobs.append(replace(job, **own))
         self.usage.prompt += len(prompt)
 
     def require_few(self, count: int, param: str) -> None:
