@@ -47,7 +47,7 @@ class ApiOptions:
 
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    most_body: int = 32 * 2**20
+    most_body: int = 16 * 2**20
     body_seconds: float = 60.0
     most_choices: int = 1024
     deadline: float | None = None
@@ -73,7 +73,8 @@ class Door:
             return await self.app(scope, receive, send)
         try:
             headers = Headers(scope=scope)
-            self._check(scope["method"], scope["path"], headers)
+            path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
+            self._check(scope["method"], path, headers)
         except ApiError as e:
             return await json_reply(e.body, e.status_code, e.headers)(scope, receive, send)
         await self.app(scope, _counted(receive, self._options), send)
@@ -81,7 +82,6 @@ class Door:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if method == "OPTIONS":  # a browser asks before it sends a key
             return
-        path = path.rstrip("/") or "/"
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         is_admin = _is_among(key, self._admins)
@@ -96,6 +96,8 @@ class Door:
         has_body = length != "0" or "transfer-encoding" in headers
         if method == "POST" and has_body and kind != "application/json":
             raise ApiError(415, "the body must be JSON: Content-Type: application/json")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "the body must not be compressed")
 
 
 def _refusal(message: str, may_have_key: bool = True) -> ApiError:

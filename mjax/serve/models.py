@@ -43,6 +43,15 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
     """Add /tokenize and /detokenize."""
     prompts = service.prompts
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Show the chat template and special tokens, which lm-eval's remote tokenizer reads."""
+        template, ends = prompts.template, prompts.tokenizer.eod_id
+        found = {} if ends is None else {"eos_token": prompts.piece(ends)[0]}
+        if template is not None:
+            found |= template.tokens | {"chat_template": template.source}
+        return json_reply(found)
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Turn a text or a conversation into ids."""
@@ -82,7 +91,8 @@ async def _embedded(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
     for row in ids:
         prompts.require_ids(row, "input")
         prompts.require_room(len(row) - 1, "input")
-    vectors = await service.engines.embed(ids, body.pooling or service.options.pooling)
+    pooling, adapter = body.pooling or service.options.pooling, service.adapter(body.model)
+    vectors = await service.engines.embed(ids, pooling, adapter)
     normalize = service.options.normalize if body.normalize is None else body.normalize
     if normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
@@ -104,7 +114,5 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts."""
-        if service.adapter(body.model) is not None:
-            raise ApiError(400, "model: embeddings are of the base model alone", "model")
         work = _embedded(service, body)
         return json_reply(await service.within(request, service.ends(body.timeout), work))

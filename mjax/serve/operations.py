@@ -1,5 +1,7 @@
 """Routes for those who run the server: health, metrics, and what needs an administrator's key."""
 
+import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -7,6 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import mjax
+from mjax.infer.async_engine import EngineDied
 from mjax.serve.limits import json_reply
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import AbortRequest, AdapterRequest, WeightsRequest
@@ -44,7 +47,9 @@ def add_health(router: APIRouter, service: Service) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Show numbers for Prometheus."""
-        stats = await service.engines.stats() if service.engines.is_alive else []
+        stats = []
+        with contextlib.suppress(TimeoutError, EngineDied):
+            stats = await asyncio.wait_for(service.engines.stats(), 5.0)
         return Response(service.metrics.exposed(stats), media_type=TEXT)
 
 

@@ -70,10 +70,13 @@ class Service:
         return model
 
     def new_id(self, kind: str, request: Request, given: str | None) -> str:
-        """The id of a reply; a caller may give its last part."""
-        given = given or request.headers.get("x-request-id", "")
-        usable = given[:128] if given.isascii() and given.isprintable() else ""
-        return f"{kind}-{usable or uuid.uuid4().hex}"
+        """The id of a reply; the caller may give its last part, also in a header."""
+        header = request.headers.get("x-request-id", "")[:128]
+        usable = f"{kind}-{header}" if header.isascii() and header.isprintable() else ""
+        if given is not None:
+            return f"{kind}-{given}"
+        is_free = header and usable and usable not in self.running
+        return usable if is_free else f"{kind}-{uuid.uuid4().hex}"
 
     def ends(self, timeout: float | None) -> float | None:
         """The loop's time at which a request that comes now is late."""
