@@ -115,7 +115,7 @@ class Chat(Reply):
                 yield self.choice(each)
 
     def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+        """The fields that a piece adds to a choice."""
         body, piece, choice = self.body, each.piece, self._choices[each.number]
         is_last = piece.finish_reason is not None
         delta = choice.push(piece.text, is_last)
@@ -161,7 +161,7 @@ class _Choice:
         self._parser, self.calls = parser, set[int]()
 
     def push(self, text: str, is_last: bool) -> Fields:
-        """What a text adds: content, reasoning, tool_calls."""
+        """The fields that a text adds: content, reasoning, tool_calls."""
         parts = [self._parser.push(text)]
         if is_last:
             parts.append(self._parser.close())

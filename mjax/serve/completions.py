@@ -49,7 +49,7 @@ class Completion(Reply):
                 self._echoes[name] = text or await prompts.of_ids(row)
 
     async def choices(self) -> AsyncIterator[Fields]:
-        """Yield what pieces add. Those with an echo that is scored wait for the scores."""
+        """Yield what pieces add. An echo that is scored waits for the scores."""
         waits, held = self.body.echo and self.body.logprobs is not None, []
         async with aclosing(self.pieces()) as pieces:
             async for each in pieces:
@@ -66,7 +66,7 @@ class Completion(Reply):
             yield self.choice(each)
 
     def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice, whose first one begins with the echo."""
+        """The fields that a piece adds to a choice, the echo first."""
         body, piece, job = self.body, each.piece, each.job
         is_first = each.number not in self._offsets
         echo = self._echoes.get(job.id) if is_first else None

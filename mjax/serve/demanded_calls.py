@@ -41,7 +41,7 @@ class NamedCall:
         self._name: str | None = name
 
     def push(self, text: str) -> Delta:
-        """What a part of the text adds."""
+        """The call that a part of the text adds to."""
         name, self._name = self._name, None
         if not text and name is None:
             return Delta()

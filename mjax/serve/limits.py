@@ -1,4 +1,4 @@
-"""What bounds a request: keys, the size of its body, deadlines, readers that are slow or gone.
+"""Bounds of a request: keys, the size of its body, deadlines, readers that are slow or gone.
 
 `Door` is the first thing that a request meets; it looks at headers and counts the body, so that too
 much is refused before it is read. Invariant: work for a caller who is gone is cancelled.
@@ -29,7 +29,7 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """What the routes allow. Times are in seconds.
+    """Limits and keys of the routes; times are in seconds.
 
     - api_keys: one of them has to come with each request; none: all may ask. admin_keys: for routes
       that change the server; none: these are closed.

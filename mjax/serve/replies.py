@@ -75,7 +75,7 @@ class Reply:
         raise NotImplementedError
 
     def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+        """The fields that a piece adds to a choice."""
         raise NotImplementedError
 
     def whole(self, choice: Fields) -> Fields:

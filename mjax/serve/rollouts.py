@@ -30,7 +30,7 @@ class Rollout(Reply):
         self.add_job(SamplingParams(**given), body.token_ids, "token_ids")
 
     def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+        """The fields that a piece adds to a choice."""
         piece = each.piece
         found: Fields = {"index": each.number, "token_ids": piece.token_ids}
         found["logprobs"] = [*map(finite, piece.logprobs)]

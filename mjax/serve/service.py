@@ -50,7 +50,7 @@ class Numbered(NamedTuple):
 
 @dataclass
 class Service:
-    """What routes work with."""
+    """The engines, options and helpers that routes share."""
 
     engines: Engines
     options: ApiOptions
@@ -149,7 +149,7 @@ class Service:
             times.end(open_samples == 0)
 
     def as_error(self, error: BaseException) -> ApiError:
-        """What is sent for an error: nothing of the inside of this server."""
+        """The error that is sent, with nothing of the inside of this server."""
         match error:
             case ApiError():
                 return error

@@ -14,7 +14,7 @@ class Open(Fields):
 
 
 class ImageUrl(Open):
-    """Where an image is: a data: URL."""
+    """The place of an image: a data: URL."""
 
     url: str
 

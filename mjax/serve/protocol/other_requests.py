@@ -68,7 +68,7 @@ class AdapterRequest(Fields):
 
 
 class WeightsRequest(Fields):
-    """Where new weights are; null: where those of now came from."""
+    """The place of new weights; null: of those that are served."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
 

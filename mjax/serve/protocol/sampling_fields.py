@@ -123,7 +123,7 @@ class SamplingFields(_Same):
         return self
 
     def params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """What the engine reads. `own`: fields that a route derives. Raises `UserError`.
+        """The fields that the engine reads. `own`: fields that a route derives. Raises `UserError`.
 
         A field that is not given is as the files of the model say, else 1 for the temperature.
         """
