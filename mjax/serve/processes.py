@@ -238,6 +238,7 @@ def main() -> None:
 
 def run_engine(options: ServeOptions, home: Path, number: int) -> None:
     """Load the model and serve it to workers until SIGTERM."""
+    from mjax.serve.engine_server import EngineServer
     from mjax.serve.loading import ServedModel
 
     def end(*_: object) -> NoReturn:
@@ -246,7 +247,10 @@ def run_engine(options: ServeOptions, home: Path, number: int) -> None:
     signal.signal(signal.SIGTERM, end)  # nothing is in flight that anyone waits for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pulse = Pulse(home / f"pulse{number}")
-    server = ServedModel(options).serve(f"ipc://{home}/engine{number}", pulse.beat)
+    model = ServedModel(options)
+    address = f"ipc://{home}/engine{number}"
+    server = EngineServer(address, model.engine, model.facts, pulse.beat)
+    model.add_commands(server)
     freeze_heap()
     server.run()
 
