@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mjax.infer.requests import SamplingParams
-from mjax.serve.engines import Piece
+from mjax.serve.base.engines import Piece
 from tests.laws.serving.kinds import model
 from tests.marks import slow
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mjax.infer.async_engine import EngineDied
-from mjax.serve.engines import Piece
+from mjax.serve.base.engines import Piece
 from tests.unit.serve.conftest import LENGTH, QUEUED, served
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

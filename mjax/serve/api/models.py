@@ -7,11 +7,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mjax.serve.limits import json_reply
-from mjax.serve.prompts import Conversation
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.prompts import ChatPrompt
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from mjax.serve.service import Service
 
 
 def _cards(service: Service) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
         if body.prompt is not None:
             (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens)
         else:
-            chat = Conversation.of(body, body.tools or (), body.chat_template_kwargs or {})
+            chat = ChatPrompt.of(body, body.tools or (), body.chat_template_kwargs or {})
             _, ids, _ = await prompts.of_chat(chat)
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mjax.serve.protocol.errors import ApiError
 
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})  # routes without a key
 ADMIN = frozenset(
     """/v1/load_lora_adapter /v1/unload_lora_adapter /v1/load_adapter /pause /resume /sleep /wake_up
@@ -149,7 +149,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome:
     """The result of work, which is cancelled when the caller hangs up.
 
     Raises `ApiError` 499 then, which nobody reads.

@@ -19,10 +19,10 @@ from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import QueueFull
-from mjax.serve.engines import Engines, Piece
-from mjax.serve.limits import ApiOptions, Result, unless_gone
-from mjax.serve.metrics import ApiMetrics, RequestTimes
-from mjax.serve.prompts import Prompts
+from mjax.serve.api.limits import ApiOptions, Outcome, unless_gone
+from mjax.serve.api.metrics import ApiMetrics, RequestTimes
+from mjax.serve.api.prompts import PromptMaker
+from mjax.serve.base.engines import Engines, Piece
 from mjax.serve.protocol.errors import ApiError, error_of_user
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Service:
     engines: Engines
     options: ApiOptions
     metrics: ApiMetrics
-    prompts: Prompts
+    prompts: PromptMaker
     running: set[str] = field(default_factory=set)
 
     def adapter(self, model: str | None) -> str | None:
@@ -84,8 +84,8 @@ class Service:
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     async def within(
-        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Result]
-    ) -> Result:
+        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Outcome]
+    ) -> Outcome:
         """The result of work, unless it is late or its caller gone."""
         try:
             async with asyncio.timeout_at(ends):

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 import mjax
 from mjax.infer.async_engine import EngineDied
-from mjax.serve.limits import json_reply
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import AbortRequest, AdapterRequest, WeightsRequest
-from mjax.serve.service import Service
 
 # Routes without a body, and the engines' commands that they are.
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
     "/wake_up": "wake",
     "/reset_prefix_cache": "reset_prefix_cache",
 }
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def add_health(router: APIRouter, service: Service) -> None:
@@ -50,7 +50,7 @@ def add_health(router: APIRouter, service: Service) -> None:
         stats = []
         with contextlib.suppress(TimeoutError, EngineDied):
             stats = await asyncio.wait_for(service.engines.stats(), 5.0)
-        return Response(service.metrics.exposed(stats), media_type=TEXT)
+        return Response(service.metrics.exposed(stats), media_type=_EXPOSITION)
 
 
 def _unwell(state: str) -> Response:
