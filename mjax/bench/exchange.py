@@ -19,7 +19,7 @@ from mjax.errors import UserError, reason
 
 
 class Endpoint:
-    """Where to ask: the URL of a server, the path of its API, a key and a limit in seconds."""
+    """A server's address, the path of its API, a key, and the most seconds of a request."""
 
     def __init__(self, url: str, path: str, key: str | None, timeout: float):
         parts = urlsplit(url)
@@ -28,18 +28,16 @@ class Endpoint:
         self.host, self.timeout = parts.hostname, timeout
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.port = parts.port or (443 if self.tls else 80)
-        lines = [
-            f"POST {parts.path.rstrip('/').removesuffix('/v1')}{path} HTTP/1.1",
-            f"Host: {parts.netloc.rpartition('@')[2]}",
-            "Content-Type: application/json",
-            "Connection: close",
-        ]
-        self.head = "\r\n".join([*lines, *([f"Authorization: Bearer {key}"] if key else [])])
+        self.head = (
+            f"POST {parts.path.rstrip('/').removesuffix('/v1')}{path} HTTP/1.1\r\n"
+            f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\n{f'Authorization: Bearer {key}' if key else 'Accept: */*'}"
+        )
 
-    async def post(self, body: bytes) -> "Exchange":
-        """Send a request and wait for all of its reply; an `Exchange` says what went wrong."""
+    async def post(self, body: bytes) -> "RawReply":
+        """Send a request and wait for all of its reply; an `RawReply` says what went wrong."""
         head = f"{self.head}\r\nContent-Length: {len(body)}\r\n\r\n"
-        exchange, loop = Exchange(head.encode() + body), asyncio.get_running_loop()
+        exchange, loop = RawReply(head.encode() + body), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.timeout):
                 transport, _ = await loop.create_connection(
@@ -57,7 +55,7 @@ class Endpoint:
         return exchange
 
 
-class Exchange(asyncio.Protocol):
+class RawReply(asyncio.Protocol):
     """A request and its reply.
 
     sent, ended: seconds of `time.perf_counter`. status: of HTTP, 0 before there is one.
@@ -117,7 +115,7 @@ class Reply:
     error: str | None = None
 
 
-def read_reply(exchange: Exchange) -> Reply:
+def read_reply(exchange: RawReply) -> Reply:
     """Read the events of an exchange. Tokens count by `usage`, else an event is one."""
     if exchange.error is not None:
         return Reply(error=exchange.error)
@@ -145,7 +143,7 @@ def read_reply(exchange: Exchange) -> Reply:
     return reply
 
 
-_TEXTS = "text content reasoning reasoning_content tool_calls".split()
+TEXT_KEYS = "text content reasoning reasoning_content tool_calls".split()
 
 
 def _is_token(choice: dict) -> bool:
@@ -154,7 +152,7 @@ def _is_token(choice: dict) -> bool:
     A token may have no text: a part of a character.
     """
     delta = choice.get("delta", choice)
-    if any(delta.get(name) for name in _TEXTS):
+    if any(delta.get(name) for name in TEXT_KEYS):
         return True
     return choice.get("finish_reason") is None and "role" not in delta
 

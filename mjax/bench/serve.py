@@ -8,13 +8,13 @@ The server is any: ours, vLLM, SGLang. Each request streams. Figures, of request
 - `tokens_per_second`, `requests_per_second`: over the time from the first arrival to the last end.
 - `goodput`: requests a second within `--ttft` and `--tpot`.
 - `late_ms`: from when a request was due to when it was sent, waits for `--concurrency` included.
-- `busy`: the share of a core that this program took. Of one core, 256 streams with 40,000 tokens a
-  second took 0.18 beside a server that only writes. Where it is above 0.7, a line says so.
+- `busy`: the share of a core that this program took; a line warns where it is above 0.7. It was
+  0.18 for 40,000 tokens a second in 256 streams, all that a server of plain writes could send.
 
 Lengths (`--prompt`, `--new`) are a number, LEAST-MOST (uniform) or lognormal:MEAN:SIGMA:MOST.
 lognormal:161:1:1024 and lognormal:338:0.9:1024 have the means of ShareGPT's prompts and replies.
-`--file` holds ShareGPT's conversations, or lines of JSON with `prompt` (text or ids) and, where
-`--new` is not given, `max_tokens`. Of ShareGPT's replies four letters count as a token.
+`--file` holds ShareGPT's conversations, whose replies count a token for four letters, or lines of
+JSON with `prompt` (text or ids) and maybe `max_tokens`. `--new` has precedence.
 
 Several of `--rate` or `--concurrency` are a sweep, one JSON line a point. Each point has prompts of
 its own, which no prefix cache knows. Arrivals, lengths and prompts depend on `--seed` alone.
@@ -39,7 +39,7 @@ from mjax.bench.report import own_commit, rounded, show_table
 from mjax.config.languages.paths import as_path
 from mjax.errors import UNREADABLE, UserError, or_user_error, program, read_numbers
 
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have".split()
+SHORT_WORDS = "the of and to in is you that it he was for on are as with his they at be".split()
 APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 FIGURES = ("first_ms", "between_ms", "tpot_ms", "e2e_ms", "late_ms")
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     records = []
     for number, (rate, places) in enumerate(itertools.product(args.rate, args.concurrency)):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            record, rows = runner.run(measure(args, number, rate, places))
+            record, rows = runner.run(run_point(args, number, rate, places))
         records.append(record)
         print(json.dumps(record), flush=True)
         if args.out is not None:
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
                 file.writelines(json.dumps(line) + "\n" for line in (*rows, record))
         if record["busy"] > 0.7:
             print("mjax: the load generator was busy: times are too long", file=sys.stderr)
-    show_table([row_of(record) for record in records])
+    show_table([table_row(record) for record in records])
     if args.plot is not None:
         with or_user_error(f"--plot {args.plot}: {{reason}}", (ImportError, OSError)):
             args.plot.write_text(page_of(records))
@@ -101,13 +101,13 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.rate = read_numbers("--rate", args.rate, float)
     args.concurrency = read_numbers("--concurrency", args.concurrency)
-    least = min(args.requests, args.groups, args.vocab, args.warmup + 1, args.prefix + 1)
-    least = min(least, args.seed + 1, min(args.concurrency) + 1)
-    above_0 = min(*args.rate, args.burstiness, args.timeout, args.ttft, args.tpot) > 0
-    if least < 1 or not above_0:
+    at_least_1 = args.requests, args.groups, args.vocab
+    at_least_0 = args.warmup, args.prefix, args.seed, *args.concurrency
+    above_0 = *args.rate, args.burstiness, args.timeout, args.ttft, args.tpot
+    if min(at_least_1) < 1 or min(at_least_0) < 0 or not min(above_0) > 0:
         raise UserError(
-            "bench serve: --requests, --groups, --vocab are at least 1, --warmup, --prefix, --seed, "
-            "--concurrency 0; --rate, --burstiness, --timeout, --ttft, --tpot above 0"
+            "bench serve: --requests, --groups and --vocab are at least 1; --warmup, --prefix, "
+            "--seed and --concurrency 0; --rate, --burstiness, --timeout, --ttft, --tpot above 0"
         )
     if not isinstance(args.body, dict):
         raise UserError(f"--body {args.body}: give a JSON object such as '{{\"temperature\": 0}}'")
@@ -135,7 +135,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> np.ndarra
     return np.cumsum(gaps) - gaps[0]
 
 
-def lengths(spec: str, count: int, rng: np.random.Generator) -> list[int]:
+def draw_lengths(spec: str, count: int, rng: np.random.Generator) -> list[int]:
     """Draw lengths as the module's docstring says. Raises `UserError` for another `spec`."""
     kind, *numbers = spec.split(":")
     wrong = f"length {spec!r}: give a number, LEAST-MOST or lognormal:MEAN:SIGMA:MOST"
@@ -150,7 +150,7 @@ def lengths(spec: str, count: int, rng: np.random.Generator) -> list[int]:
         return rng.integers(int(least), int(most if dash else least) + 1, count).tolist()
 
 
-def read_prompts(path: Path) -> list[tuple[list[int] | str, int | None]]:
+def prompts_in(path: Path) -> list[tuple[list[int] | str, int | None]]:
     """Read prompts and the lengths of their replies, where known. Raises `UserError`."""
     wrong = f"--file {path}: {{reason}}; give ShareGPT's JSON, or lines of JSON with a prompt"
     with or_user_error(wrong, (*UNREADABLE, LookupError, TypeError)):
@@ -167,60 +167,66 @@ def read_prompts(path: Path) -> list[tuple[list[int] | str, int | None]]:
         return found
 
 
-def text_of(prompt: Sequence[int] | str) -> str:
+def words_of(prompt: Sequence[int] | str) -> str:
     """Return a text with a word for each id, the same for the same ids."""
     if isinstance(prompt, str):
         return prompt
-    return " ".join(WORDS[number % len(WORDS)] for number in prompt)
+    return " ".join(SHORT_WORDS[number % len(SHORT_WORDS)] for number in prompt)
 
 
-def workload(args: argparse.Namespace, count: int, number: int) -> list[tuple[list | str, int]]:
+def requests_of(args: argparse.Namespace, count: int, number: int) -> list[tuple[list | str, int]]:
     """Prompts and the lengths of replies of point `number`."""
     rng = np.random.default_rng([args.seed, number])
     shared = rng.integers(args.vocab, size=(args.groups, args.prefix)).tolist()
     groups = rng.integers(args.groups, size=count)
-    new = lengths(args.new or "200", count, rng)
+    new = draw_lengths(args.new or "200", count, rng)
     if args.file is None:
-        sizes = lengths(args.prompt, count, rng)
+        sizes = draw_lengths(args.prompt, count, rng)
         prompts = [rng.integers(args.vocab, size=size).tolist() for size in sizes]
     else:
-        found = read_prompts(args.file)
+        found = prompts_in(args.file)
         chosen = [found[i] for i in np.resize(rng.permutation(len(found)), count)]
         prompts = [prompt for prompt, _ in chosen]
         if args.new is None:
             new = [length or 200 for _, length in chosen]
-    for i, prompt in enumerate(prompts):
-        prefix = shared[groups[i]]
-        if isinstance(prompt, list):
-            prompts[i] = prefix + prompt
-        elif prefix:
-            prompts[i] = f"{text_of(prefix)} {prompt}"
+    prompts = [joined(shared[i], prompt) for i, prompt in zip(groups, prompts, strict=True)]
     return list(zip(prompts, new, strict=True))
+
+
+def joined(prefix: list[int], prompt: list[int] | str) -> list[int] | str:
+    """Put a prefix before a prompt, as words where the prompt is a text."""
+    if isinstance(prompt, list):
+        return prefix + prompt
+    return f"{words_of(prefix)} {prompt}" if prefix else prompt
 
 
 def body_of(args: argparse.Namespace, prompt: list[int] | str, new: int) -> bytes:
     """Return the JSON of a request."""
-    asked = {"prompt": text_of(prompt) if args.text else prompt}
+    body = {
+        "model": args.model,
+        "max_tokens": new,
+        "ignore_eos": not args.stop_at_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if args.api == "chat":
-        asked = {"messages": [{"role": "user", "content": text_of(prompt)}]}
-    body = {"model": args.model, **asked, "max_tokens": new, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    return json.dumps(
-        body | ({} if args.stop_at_eos else {"ignore_eos": True}) | args.body
-    ).encode()
+        body["messages"] = [{"role": "user", "content": words_of(prompt)}]
+    else:
+        body["prompt"] = words_of(prompt) if args.text else prompt
+    return json.dumps(body | args.body).encode()
 
 
 # ---- what comes ----------------------------------------------------------------------------------
 
 
-async def measure(
+async def run_point(
     args: argparse.Namespace, number: int, rate: float, places: int
 ) -> tuple[dict, list[dict]]:
     """Run a point of the sweep; its record, and a record of each request."""
     from mjax.bench.exchange import Endpoint, read_reply
 
     endpoint = Endpoint(args.url, APIS[args.api], args.api_key, args.timeout)
-    asked = workload(args, args.warmup + args.requests, number)
+    asked = requests_of(args, args.warmup + args.requests, number)
     for prompt, new in asked[: args.warmup]:
         reply = read_reply(await endpoint.post(body_of(args, prompt, new)))
         if reply.error and reply.error.startswith("HTTP 4") and not args.text:
@@ -244,19 +250,19 @@ async def measure(
     busy = (time.process_time() - used) / (time.perf_counter() - began)
     rows = []
     for when, exchange in zip(due, exchanges, strict=True):
-        rows.append(figures_of(exchange, read_reply(exchange), began, when))
+        rows.append(times_of(exchange, read_reply(exchange), began, when))
     seconds = max(exchange.ended for exchange in exchanges) - began
-    case = {name: vars(args)[name] for name in _CASE} | {"file": args.file and str(args.file)}
+    case = {name: vars(args)[name] for name in CASE_KEYS} | {"file": args.file and str(args.file)}
     case |= {"rate": rate if rate < math.inf else None, "concurrency": places}
     record = {"bench": "serve", "case": case} | summarize(rows, seconds, args.ttft, args.tpot)
     stamp = {"device": args.url, "date": datetime.date.today().isoformat()}
     return record | {"busy": rounded(busy), **stamp, "commit": own_commit()}, rows
 
 
-_CASE = "model api requests prompt new prefix groups burstiness".split()
+CASE_KEYS = "model api requests prompt new prefix groups burstiness".split()
 
 
-def figures_of(exchange, reply, began: float, due: float) -> dict:
+def times_of(exchange, reply, began: float, due: float) -> dict:
     """The record of a request; `sent_s` is from the first arrival, None what is not known."""
     times, count = reply.times, reply.tokens_out
     row = {"sent_s": exchange.sent - began, "late_ms": 1e3 * (exchange.sent - began - due)}
@@ -276,7 +282,7 @@ def summarize(rows: list[dict], seconds: float, ttft: float, tpot: float) -> dic
     good = [row for row in ok if row["first_ms"] <= ttft and (row["tpot_ms"] or 0) <= tpot]
     known = {name: [row[name] for row in ok if row[name] is not None] for name in FIGURES}
     known["between_ms"] = list(itertools.chain.from_iterable(known["between_ms"]))
-    spreads = {name: _spread(values) for name, values in known.items()}
+    spreads = {name: percentiles(values) for name, values in known.items()}
     errors = Counter(row["error"] for row in rows if row["error"] is not None)
     tokens = sum(row["tokens_out"] for row in ok)
     return {
@@ -293,17 +299,16 @@ def summarize(rows: list[dict], seconds: float, ttft: float, tpot: float) -> dic
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    quantiles = (50, 90, 99)
-    if not len(values):
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
         return None
-    return {f"p{q}": rounded(float(np.percentile(values, q))) for q in quantiles}
+    return {f"p{q}": rounded(float(np.percentile(values, q))) for q in (50, 90, 99)}
 
 
 # ---- how it looks --------------------------------------------------------------------------------
 
 
-def row_of(record: dict) -> dict:
+def table_row(record: dict) -> dict:
     """The row of a point in the table on standard error."""
     row = {name: record["case"][name] for name in ("rate", "concurrency")}
     row |= {"ok": record["ok"], "errors": sum(record["errors"].values())}

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("httptools", reason="needs the extra serve")
 from mjax.bench import serve
-from mjax.bench.exchange import Exchange, read_reply
+from mjax.bench.exchange import RawReply, read_reply
 from mjax.errors import UserError
 
 SLACK = 60.0  # milliseconds
@@ -73,7 +73,6 @@ class Server:
                 await asyncio.sleep(BETWEEN if number else FIRST)
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
         writer.write(b"0\r\n\r\n")
-        await writer.drain()
         writer.close()
 
     def write(self, writer: asyncio.StreamWriter, body: bytes, status: str) -> None:
@@ -89,9 +88,9 @@ def run(server: Server, *options: str, capsys) -> tuple[int, list[dict]]:
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def exchange(*pieces: tuple[float, bytes], sent: float = 0.0) -> Exchange:
+def exchange(*pieces: tuple[float, bytes], sent: float = 0.0) -> RawReply:
     """A reply of which each piece came at its time."""
-    made = Exchange(b"")
+    made = RawReply(b"")
     made.sent, made.status = sent, 200
     for made.now, piece in pieces:
         made.on_body(piece)
@@ -128,7 +127,7 @@ def test_percentiles_and_goodput_are_exact():
         pieces = [(when, token()) for when in times]
         end = event(usage={"prompt_tokens": 5, "completion_tokens": 4}), b"data: [DONE]\n\n"
         made = exchange(*pieces, *((times[-1], piece) for piece in end), sent=1.0)
-        rows.append(serve.figures_of(made, read_reply(made), 0.5, 0.25))
+        rows.append(serve.times_of(made, read_reply(made), 0.5, 0.25))
     rows.append({"error": "lost"})
     found = serve.summarize(rows, seconds=10, ttft=50.5, tpot=80.5)
     assert found["first_ms"] == pytest.approx({"p50": 50, "p90": 90, "p99": 99})
@@ -219,19 +218,19 @@ def test_arrivals_are_a_function_of_the_seed():
 
 def test_lengths():
     rng = np.random.default_rng(0)
-    assert serve.lengths("7", 3, rng) == [7, 7, 7]
-    assert set(serve.lengths("2-4", 100, rng)) == {2, 3, 4}
-    drawn = np.array(serve.lengths("lognormal:300:0.5:2000", 4000, rng))
+    assert serve.draw_lengths("7", 3, rng) == [7, 7, 7]
+    assert set(serve.draw_lengths("2-4", 100, rng)) == {2, 3, 4}
+    drawn = np.array(serve.draw_lengths("lognormal:300:0.5:2000", 4000, rng))
     assert drawn.mean() == pytest.approx(300, rel=0.05) and drawn.max() <= 2000
     for wrong in ("0", "x", "4-2", "lognormal:3", "lognormal:-1:1:2", "2-"):
         with pytest.raises(UserError, match="length .*: give a number"):
-            assert serve.lengths(wrong, 3, rng) == wrong
+            assert serve.draw_lengths(wrong, 3, rng) == wrong
 
 
 def test_prompts_of_a_group_share_their_prefix_and_no_more():
     args = arguments("--prompt=2-9", "--new=3-5", "--prefix=6", "--groups=2", "--vocab=50")
-    asked = serve.workload(args, 40, 0)
-    assert asked == serve.workload(args, 40, 0) != serve.workload(args, 40, 1)
+    asked = serve.requests_of(args, 40, 0)
+    assert asked == serve.requests_of(args, 40, 0) != serve.requests_of(args, 40, 1)
     assert len({tuple(prompt[:6]) for prompt, _ in asked}) == 2
     assert {len(prompt) for prompt, _ in asked} == set(range(8, 16))
     assert {new for _, new in asked} == {3, 4, 5}
@@ -241,13 +240,15 @@ def test_prompts_of_a_group_share_their_prefix_and_no_more():
 def test_files_of_prompts(tmp_path):
     turns = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "x" * 41}]
     (shared := tmp_path / "shared.json").write_text(json.dumps([{"conversations": turns}] * 2))
-    assert serve.workload(arguments(f"--file={shared}"), 3, 0) == [("hi there", 10)] * 3
+    assert serve.requests_of(arguments(f"--file={shared}"), 3, 0) == [("hi there", 10)] * 3
     (lines := tmp_path / "l.jsonl").write_text(
         '{"prompt": [1, 2]}\n\n{"prompt": "a", "max_tokens": 9}'
     )
-    found = serve.workload(arguments(f"--file={lines}", "--prefix=1"), 2, 0)
+    found = serve.requests_of(arguments(f"--file={lines}", "--prefix=1"), 2, 0)
     assert sorted(new for _, new in found) == [9, 200]
-    assert {new for _, new in serve.workload(arguments(f"--file={lines}", "--new=4"), 2, 0)} == {4}
+    assert {new for _, new in serve.requests_of(arguments(f"--file={lines}", "--new=4"), 2, 0)} == {
+        4
+    }
     for text, wrong in (
         ('{"question": "a"}', "'prompt'"),
         ("[]", "no prompts"),
@@ -255,7 +256,7 @@ def test_files_of_prompts(tmp_path):
     ):
         lines.write_text(text)
         with pytest.raises(UserError, match=f"l.jsonl: {wrong}; give ShareGPT's JSON"):
-            serve.workload(arguments(f"--file={lines}"), 2, 0)
+            serve.requests_of(arguments(f"--file={lines}"), 2, 0)
 
 
 def test_bodies():
@@ -265,13 +266,13 @@ def test_bodies():
     assert (
         body["ignore_eos"] and body["stream"] and body["stream_options"] == {"include_usage": True}
     )
-    assert "ignore_eos" not in json.loads(serve.body_of(arguments("--stop-at-eos"), "a", 9))
+    assert not json.loads(serve.body_of(arguments("--stop-at-eos"), "a", 9))["ignore_eos"]
 
 
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--requests=0", "--requests, --groups, --vocab are at least 1"),
+        ("--requests=0", "--requests, --groups and --vocab are at least 1"),
         ("--rate=0", "--rate, .* above 0"),
         ("--rate=a", "--rate 'a': give numbers"),
         ("--concurrency=-1", "--concurrency 0;"),
