@@ -5,7 +5,6 @@ form of the text (`json_schema`), so that they are always well formed; other cal
 found in the text by a parser of the model's own marks.
 """
 
-import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,10 +14,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mjax.errors import UserError
-from mjax.serve.demanded_calls import CallList, NamedCall, schema_of_calls
-from mjax.serve.images import images_of
+from mjax.serve.demanded_calls import NamedCall, schema_of_calls
 from mjax.serve.limits import event
-from mjax.serve.parsers import Delta, guess_parsers, reply_parser
+from mjax.serve.parsers import Delta, guess_parsers, opens_reasoning, reply_parser
 from mjax.serve.prompts import Conversation
 from mjax.serve.protocol.chat_request import ChatRequest, NamedTool, Tool
 from mjax.serve.protocol.errors import ApiError
@@ -35,8 +33,9 @@ class _Parser(Protocol):
 class _Choice:
     """One answer as it comes."""
 
-    def __init__(self, parser: _Parser, shows_reasoning: bool):
-        self._parser, self._shows_reasoning = parser, shows_reasoning
+    def __init__(self, parser: _Parser, shows_reasoning: bool, is_call: bool):
+        """`is_call`: nothing but calls is demanded; a call that was cut is no content."""
+        self._parser, self._shows_reasoning, self._is_call = parser, shows_reasoning, is_call
         self._calls: set[int] = set()
         self.is_new = True
 
@@ -45,7 +44,7 @@ class _Choice:
         parts = [self._parser.push(text)]
         if is_last:
             parts.append(self._parser.close())
-        content = "".join(part.content for part in parts)
+        content = "".join(part.content for part in parts if not self._is_call)
         reasoning = "".join(part.reasoning for part in parts)
         calls = [self._call(call) for part in parts for call in part.tool_calls]
         found: dict[str, Any] = {}
@@ -109,9 +108,8 @@ class Chat:
         if params.n > service.options.most_choices:
             most = service.options.most_choices
             raise ApiError(400, f"n: at most {most} choices are made", "n")
-        text, ids = await service.prompts.of_chat(self._conversation())
-        images = await service.prompts.in_thread(images_of, service.engines, body.messages)
-        self._in_reasoning = text.rstrip().endswith("<think>")
+        text, ids, images = await service.prompts.of_chat(self._conversation())
+        self._in_reasoning = opens_reasoning(text, self._guessed[1])
         if (cut := body.truncate_prompt_tokens) is not None:
             ids = ids[-(cut if cut > 0 else service.engines.facts.max_model_len - 1) :]
         service.prompts.require_ids(ids, "messages")
@@ -161,22 +159,21 @@ class Chat:
 
     def _choices(self) -> list[_Choice]:
         shows = self.body.include_reasoning is not False
-        return [_Choice(self._parser(), shows) for _ in range(self.job.params.n)]
+        given = shows, self._demands_call
+        return [_Choice(self._parser(), *given) for _ in range(self.job.params.n)]
 
     def _parser(self) -> _Parser:
         if isinstance(self.body.tool_choice, NamedTool):
             return NamedCall(self.body.tool_choice.function.name)
         if self._demands_call:
-            return CallList()
-        if not self._reads_marks:
-            return reply_parser(None, None, has_tools=False, in_reasoning=False)
-        tools, reasoning = self._guessed
-        has_tools = bool(self._tools)
+            return reply_parser("json", None, has_tools=True, in_reasoning=False)
+        tools, reasoning = self._guessed if self._reads_marks else (None, None)
         return reply_parser(
-            tools if has_tools else None,
+            tools,
             reasoning,
-            has_tools=has_tools,
+            has_tools=bool(self._tools),
             in_reasoning=self._in_reasoning and reasoning is not None,
+            definitions=[tool.model_dump() for tool in self._tools],
         )
 
     def _delta(self, choice: _Choice, each: Numbered) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""Calls of tools that a request demands: the JSON schema of their text, and the text read again."""
+"""Calls of tools that a request demands: the JSON schema of their text."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,34 +49,4 @@ class NamedCall:
 
     def close(self) -> Delta:
         """Nothing: no text is held back."""
-        return Delta()
-
-
-class CallList:
-    """Reads a list of calls, each when it is complete. A last one that was cut is left out."""
-
-    def __init__(self):
-        self._text, self._index = "", 0
-        self._decoder = json.JSONDecoder()
-
-    def push(self, text: str) -> Delta:
-        """The calls that a part of the text completes."""
-        self._text += text
-        found = []
-        while "}" in text:
-            self._text = self._text.lstrip("[, \n")
-            try:
-                call, end = self._decoder.raw_decode(self._text)
-            except ValueError:
-                break
-            if not isinstance(call, dict) or "name" not in call:
-                break
-            arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
-            found.append(ToolDelta(self._index, call["name"], arguments))
-            self._index += 1
-            self._text = self._text[end:]
-        return Delta(tool_calls=tuple(found))
-
-    def close(self) -> Delta:
-        """Nothing more."""
         return Delta()

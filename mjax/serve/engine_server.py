@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -57,6 +57,7 @@ class Counts:
 class EngineServer:
     """Serves `engine` at an address of ZeroMQ while `run` runs.
 
+    slow, quick: commands by name, which read files first, or do not.
     `step_time` is the monotonic time of the last step, or of the last moment without work.
     """
 
@@ -65,14 +66,19 @@ class EngineServer:
         address: str,
         engine: Engine,
         facts: wire.ModelFacts,
-        slow: Mapping[str, SlowCommand] = {},  # noqa: B006 - read only
         on_turn: Callable[[], None] = lambda: None,
     ):
-        """`slow`: further commands by name.
-
-        `on_turn` is called after each step, and while there is nothing to do."""
+        """`on_turn` is called after each step, and while there is nothing to do."""
         self.address, self.engine, self.facts = address, engine, facts
-        self._slow = slow
+        self.slow: dict[str, SlowCommand] = {}
+        self.quick: dict[str, Work] = {
+            "stats": self.stats,
+            "pause": lambda: self.report(engine.pause()),
+            "resume": lambda: engine.resume(),
+            "sleep": lambda weights=False: engine.sleep(weights=weights),
+            "wake": lambda: engine.wake(),
+            "reset_prefix_cache": self.forget_prefixes,
+        }
         self.counts, self.step_time = Counts(), time.monotonic()
         self._on_turn = on_turn
         self._served: dict[str, Served] = {}
@@ -109,7 +115,7 @@ class EngineServer:
         """Read what came, and make a step if there is work."""
         self._obey()
         if self.engine.has_work:
-            self._report(self.engine.step())
+            self.report(self.engine.step())
             self.counts.steps += 1
         self.step_time = time.monotonic()
         self._on_turn()
@@ -176,7 +182,7 @@ class EngineServer:
         self.engine.abort(id)
         self._count_end(served.request)
 
-    def _report(self, updates: Iterable[TokenUpdate]) -> None:
+    def report(self, updates: Iterable[TokenUpdate]) -> None:
         self._report_samples(dict.fromkeys(update.sample for update in updates))
 
     def _report_samples(self, samples: Iterable[RequestSample]) -> None:
@@ -248,30 +254,18 @@ class EngineServer:
 
         def prepare() -> None:
             try:
-                work = self._slow[call.name](**call.given)
+                work = self.slow[call.name](**call.given)
             except Exception as e:
                 work = partial(_raise, e)
             self._prepared.put(partial(answer, work))
 
-        if call.name in self._slow:
+        if call.name in self.slow:
             threading.Thread(target=prepare, daemon=True).start()
+        elif call.name in self.quick:
+            answer(lambda: self.quick[call.name](**call.given))
         else:
-            answer(lambda: self._command(call.name)(**call.given))
-
-    def _command(self, name: str) -> Work:
-        """The function of a command that reads no file."""
-        engine = self.engine
-        commands: dict[str, Work] = {
-            "stats": self.stats,
-            "pause": lambda: self._report(engine.pause()),
-            "resume": engine.resume,
-            "sleep": engine.sleep,
-            "wake": engine.wake,
-            "reset_prefix_cache": self.forget_prefixes,
-        }
-        if name not in commands:
-            raise UserError(f"the engine has no command {name}")
-        return commands[name]
+            unknown = UserError(f"the engine has no command {call.name}")
+            answer(partial(_raise, unknown))
 
     def forget_prefixes(self) -> None:
         """Let no later request find what is cached now."""
@@ -310,11 +304,14 @@ def _raise(error: Exception) -> None:
 
 @contextlib.contextmanager
 def in_thread(
-    engine: Engine, facts: wire.ModelFacts, slow: Mapping[str, SlowCommand] = {}
+    engine: Engine,
+    facts: wire.ModelFacts,
+    add_commands: Callable[[EngineServer], object] = lambda server: None,
 ) -> Iterator[EngineServer]:
     """Serve an engine from a thread of this process; `address` is of the server that it yields."""
     with tempfile.TemporaryDirectory(prefix="mjax") as folder:
-        server = EngineServer(f"ipc://{folder}/engine", engine, facts, slow)
+        server = EngineServer(f"ipc://{folder}/engine", engine, facts)
+        add_commands(server)
         thread = threading.Thread(target=server.run, name="mjax-engine", daemon=True)
         thread.start()
         try:

@@ -213,12 +213,22 @@ class Engines:
         for replica in self._replicas:
             replica.send(wire.Abort(request_id))
 
-    async def command(self, name: str, **given: Any) -> dict[str, Any]:
+    async def command(self, name: str, /, **given: Any) -> dict[str, Any]:
         """Run a command in every engine and return what the first one says.
 
         Raises the error of one that fails.
         """
         return (await self._commands(name, given))[0]
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
+    ) -> np.ndarray:
+        """The vectors of texts, fp32 [N, D], as `Embedder.embed` makes them."""
+        living = [replica for replica in self._replicas if replica.error is None]
+        replica = min(living or self._replicas, key=lambda replica: replica.load)
+        given = {"prompts": [ids_of(prompt) for prompt in prompts], "pooling": pooling}
+        found = await self._command(replica, "embed", given | {"adapter": adapter})
+        return wire.Tensor(*found["vectors"]).array
 
     async def stats(self) -> list[dict[str, Any]]:
         """Totals and loads, an entry for each engine."""
@@ -248,19 +258,24 @@ class Engines:
         return [Answer(*one) for one in named]
 
     async def _commands(self, name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-        futures = []
-        for replica in self._replicas:
-            if replica.error is not None:
-                raise replica.error
-            number = next(self._numbers)
-            future = replica.results[number] = asyncio.get_running_loop().create_future()
-            replica.send(wire.Call(number, name, given))
-            futures.append(future)
-        found = await asyncio.gather(*futures, return_exceptions=True)
+        calls = [self._command(replica, name, given) for replica in self._replicas]
+        found = await asyncio.gather(*calls, return_exceptions=True)
         for result in found:
             if isinstance(result, BaseException):
                 raise result
         return found
+
+    async def _command(self, replica: _Replica, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        if replica.error is not None:
+            raise replica.error
+        number = next(self._numbers)
+        future = replica.results[number] = asyncio.get_running_loop().create_future()
+        with or_user_error("a token is none: {reason}", OverflowError):
+            replica.send(wire.Call(number, name, given))
+        try:
+            return await future
+        finally:
+            replica.results.pop(number, None)
 
     async def _receive(self, replica: _Replica) -> None:
         """Give all messages of an engine to those who wait for them."""

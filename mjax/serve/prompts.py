@@ -5,8 +5,6 @@ A request gives variables to a template, never the template.
 """
 
 import asyncio
-import base64
-import binascii
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -14,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mjax.data.base.chat import MARKS, TOKENS, ChatTemplate, load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.grammar import token_bytes
 from mjax.serve.engines import Engines
+from mjax.serve.images import MARK, expanded_ids, images_of
 from mjax.serve.protocol.chat_request import Message, Part, Tool
 from mjax.serve.protocol.errors import ApiError
 
@@ -75,17 +76,20 @@ class Prompts:
         decode = self.tokenizer.decode_whole or self.tokenizer.decode
         return await self.in_thread(decode, list(ids))
 
-    async def of_chat(self, chat: Conversation) -> tuple[str, list[int]]:
-        """The text of a conversation and its ids."""
+    async def of_chat(self, chat: Conversation) -> tuple[str, list[int], list[np.ndarray]]:
+        """The text of a conversation, its ids, and its images, fp32 [H, W, C]."""
         if self.template is None:
             raise ApiError(400, "the model has no chat template: ask /v1/completions", "messages")
         if wrong := RESERVED & (chat.variables or {}).keys():
             name = f"chat_template_kwargs.{min(wrong)}"
             raise ApiError(400, f"{name}: the server sets this variable", name)
+        facts = self._engines.facts
+        images = await self.in_thread(images_of, facts, chat.messages)
         text = await self.in_thread(self._render, chat)
         self._require_short([text])
-        (ids,) = await self.in_thread(self.tokenizer.encode_batch, [text])
-        return text, ids
+        encode = self.tokenizer.encode
+        ids = await self.in_thread(encode, text)
+        return text, expanded_ids(encode, text, ids, facts.image, len(images)), images
 
     def require_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise `ApiError` for ids that are not the model's, or too many."""
@@ -183,7 +187,7 @@ def _joined(parts: Sequence[Part], template: ChatTemplate) -> str | list[dict[st
         found.append(own)
     if _READS_PARTS.search(template.source):
         return found
-    return "\n".join(part.get("text", "<image>") for part in found)
+    return "\n".join(part.get("text", MARK) for part in found)
 
 
 def _mark_end(message: dict[str, Any], mark: str) -> None:
@@ -206,15 +210,3 @@ def _piece_of(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] |
     text = tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :]
     found = token_bytes(text, tokenizer.piece_of(token) if tokenizer.piece_of else None)
     return text, [*found] or None
-
-
-def image_of(url: str) -> bytes:
-    """The bytes of a data: URL. Raises `ApiError` for another one."""
-    name = "messages.content.image_url"
-    kind, _, data = url.partition(",")
-    if not kind.startswith("data:") or not kind.endswith(";base64"):
-        raise ApiError(400, f"{name}: give the image itself as data:image/png;base64,..", name)
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        raise ApiError(400, f"{name}: it is no base64", name) from None

@@ -23,6 +23,17 @@ Shown = dict[int, float]  # log-probabilities by token
 
 
 @dataclass(frozen=True)
+class ImageFacts:
+    """How prompts have images: the tokens of one, its size in pixels, its channels and scale."""
+
+    tokens: tuple[int, ...]
+    side: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What clients know of a served model.
 
@@ -32,7 +43,7 @@ class ModelFacts:
     - is_encoder: it continues no text and has embeddings alone.
     - created: seconds since 1970 when it was loaded. adapters: names that requests may give.
     - defaults: of generation_config.json. ends: tokens that end a text.
-    - tokenizer: its file or folder, or None.
+    - tokenizer: its file or folder, or None. image: None: messages have none.
     """
 
     name: str
@@ -47,6 +58,7 @@ class ModelFacts:
     defaults: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
     ends: tuple[int, ...] = ()
     tokenizer: str | None = None
+    image: ImageFacts | None = None
 
 
 class Tensor(msgspec.Struct, array_like=True):

@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from mjax.errors import UserError
 
 _SOURCES = re.compile(r"^(?:(?:SamplingParams|Structured|sampling): )+")
-_NAME = re.compile(r"[a-z_]+(?=[ :=.\[])")
+_NAME = re.compile(r"[a-z_]+(?=(\.\w+)*[:=])|[a-z_]+_[a-z_]+\b|(stop|structured|n)\b")
 # Members of unions and validators, which pydantic puts among the names of fields.
 _NO_FIELD = re.compile(r"\W|^(str|int|bool|float|dict|list|[A-Z]\w*)$")
 
@@ -51,10 +51,12 @@ def error_of_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     names = [name for name in names if not _NO_FIELD.search(name)] or None
     param = ".".join(names)[:200] if names else None
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+    if names is None and (named := _NAME.match(message)):
+        param = named[0]
     if first["type"] == "extra_forbidden":
         message = "there is no such field"
     elif first["type"] == "missing":
         message = "it is missing" if names else "give a JSON object"
     elif names and first["type"] != "value_error":
         message = f"{message}, not {reprlib.repr(first['input'])}"
-    return ApiError(400, f"{param}: {message}" if param else message, param)
+    return ApiError(400, f"{param}: {message}" if names else message, param)
