@@ -1,10 +1,11 @@
-"""`python -m tests.soak --requests 10000 --seed 7`: the whole server under callers of every kind.
+"""`python -m tests.soak --requests 10000 --seed 7`: `mjax serve` under callers of every kind.
 
-A tiny model is served over HTTP from threads of this process. Callers ask for texts, chats and
-tokens of random lengths, with adapters, samples, forms and stop strings. Some leave before the
-first token or within a stream, read slowly or not at all, send half a body, no JSON, wrong fields,
-too much, or no HTTP. Meanwhile an administrator pauses, aborts, forgets caches, and loads. What
-must hold then:
+A tiny model is served by the processes of `mjax serve`, and stopped at the end while it streams.
+`tests/laws/serving/test_soak.py` has less of it, in threads of one process. Callers ask for texts,
+chats and tokens of random lengths, with adapters, samples, forms and stop strings. Some leave
+before the first token or within a stream, read slowly or not at all, send half a body, no JSON,
+wrong fields, too much, or no HTTP. Meanwhile an administrator pauses, aborts, forgets caches, loads
+weights and adapters. What must hold then:
 
 - every request ends within `LONGEST` seconds, a stream with [DONE] or an error as its last event;
 - every error is one JSON object of OpenAI's form, and none has the status 500;
@@ -16,13 +17,19 @@ must hold then:
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,8 +62,9 @@ class Caller:
     rng: random.Random
     adapters: tuple[str, ...] = ()
     counts: Counter = field(default_factory=Counter)
+    administrator: asyncio.Lock = field(default_factory=asyncio.Lock)
     probes: dict[str, str] = field(default_factory=dict)
-    asleep: int = 0  # how often the engine was put to sleep
+    home: Path | None = None  # with base/, a model, and adapters, that an administrator loads
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -98,7 +106,9 @@ class Caller:
             return "/v1/chat/completions", {"messages": turns, **fields}
         if route == "generate":
             plain = {k: v for k, v in fields.items() if k in ("stream", "model", "priority")}
-            own = {k: v for k, v in fields.items() if k in ("max_tokens", "temperature", "n", "stop")}
+            own = {
+                k: v for k, v in fields.items() if k in ("max_tokens", "temperature", "n", "stop")
+            }
             ids = [rng.randrange(250) for _ in range(rng.randint(1, 60))]
             return "/inference/v1/generate", {"token_ids": ids, "sampling_params": own, **plain}
         if rng.random() < 0.3:
@@ -116,7 +126,12 @@ class Caller:
     async def probe(self) -> str:
         """A greedy text, which is always the same."""
         model = self.rng.choice((*self.adapters, None))
-        body = {"prompt": "Now tell me " * 4, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        body = {
+            "prompt": "Now tell me " * 4,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         reply = await self.post("/v1/completions", body | ({"model": model} if model else {}))
         if reply.status == 200:
             choice = json.loads(reply.body)["choices"][0]
@@ -258,16 +273,28 @@ class Caller:
 
     async def administrate(self, number: int) -> str:
         """One command after another; each is undone at once."""
-        name = ("reset_prefix_cache", "pause", "abort_requests", "reload_weights")[number % 4]
-        bodies = {"abort_requests": {"abort_all": True}, "reload_weights": {}}
-        reply = await self.post(f"/{name}", bodies.get(name, b""), head=ADMIN)
-        if name == "pause":
-            await asyncio.sleep(0.05)
-            self.checked(await self.post("/resume", b"", head=ADMIN), {200})
-        absent = reply.status == 400 and b"no command" in reply.body
-        return f"{name}: {'absent' if absent else self.checked(reply, {200})}"
+        commands = [("reset_prefix_cache", b""), ("pause", b""), ("resume", b"")]
+        commands += [("abort_requests", {"abort_all": True})]
+        if self.home is not None:
+            own = {"name": "three", "path": str(self.home / "three")}
+            commands += [("reload_weights", {"path": str(self.home / "base")})]
+            commands += [
+                ("v1/load_adapter", own),
+                ("v1/unload_lora_adapter", {"lora_name": "three"}),
+            ]
+        name, body = commands[number % len(commands)]
+        async with self.administrator:
+            reply = await self.post(f"/{name}", body, head=ADMIN)
+            if name == "v1/load_adapter":
+                with_it = {"prompt": self.words(20), "max_tokens": 5, "model": "three"}
+                self.checked(await self.post("/v1/completions", with_it), FINE)
+        return f"{name}: {self.checked(reply, {200})}"
 
     # ---- HTTP ------------------------------------------------------------------------------------
+
+    async def get(self, path: str) -> Reply:
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        return await self.send(request.encode())
 
     async def post(self, route: str, body: dict | bytes, **how) -> Reply:
         return await self.send(packed(route, body, how.pop("head", {})), **how)
@@ -399,27 +426,164 @@ async def run(caller: Caller, count: int) -> None:
             group.create_task(work())
 
 
-def resident_mb() -> float:
-    """Memory of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_mb(pid: int | str = "self") -> float:
+    """Memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
-def soak(port: int, count: int, seed: int, at_rest: Callable[[], None], adapters=()) -> Counter:
-    """Two halves of a load; `at_rest` waits until nothing is left. Returns the counts."""
-    caller = Caller(port, random.Random(seed), tuple(adapters))
-    memory = []
+def soak(
+    caller: Caller, count: int, at_rest: Callable[[], None], memory: Callable[[], float]
+) -> Counter:
+    """Two halves of a load; `at_rest` raises unless nothing is left. Returns the counts."""
+    sizes = []
     for _ in range(2):
         asyncio.run(run(caller, count // 2))
         at_rest()
-        memory.append(resident_mb())
+        gc.collect()
+        sizes.append(memory())
     for (name, outcome), number in sorted(caller.counts.items()):
         print(f"{name:20} {outcome:24} {number}")
-    print(f"memory after each half: {memory[0]:.0f} and {memory[1]:.0f} MB")
+    print(f"memory after each half: {sizes[0]:.0f} and {sizes[1]:.0f} MB")
     broken = [f"{name}: {outcome}" for name, outcome in caller.counts if outcome[:6] == "BROKEN"]
     if broken:
         raise Broken("\n".join([f"{len(broken)} kinds of:", *broken[:20]]))
-    if memory[1] > memory[0] + MOST_MB:
-        raise Broken(f"memory grew from {memory[0]:.0f} to {memory[1]:.0f} MB in the second half")
+    if sizes[1] > sizes[0] + MOST_MB:
+        raise Broken(f"memory grew from {sizes[0]:.0f} to {sizes[1]:.0f} MB in the second half")
     return caller.counts
+
+
+# ---- the program: a server of several processes --------------------------------------------------
+
+NAMES = "one", "two", "three"
+START = """
+import json, sys
+from mjax.serve.options import ServeOptions
+from mjax.serve.processes import Server
+sys.exit(Server(ServeOptions(**json.loads(sys.argv[1]))).run())
+"""
+
+
+def write_home(home: Path) -> None:
+    """Write a Hugging Face model base/ with a tokenizer and a template, and adapters of it."""
+    from mjax.checkpoint.base.source import array_source
+    from mjax.interop.huggingface.families.engine import config_to_hf, slots
+    from mjax.interop.huggingface.files import export
+    from mjax.interop.peft.adapter_writer import write_adapter
+    from tests.adapters import drawn_adapters
+    from tests.chats import write_tokenizer
+    from tests.laws.serving.kinds import BYTES
+    from tests.laws.serving.tiny import tiny_model
+
+    model = tiny_model("keys and values", **BYTES)
+    cfg, specs = model.cfg, model.definition.specs
+    config = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
+    read = array_source(cfg, model.params).read
+    export(read, cfg, specs, slots(cfg, specs), home / "base", "float32", extras=config)
+    write_tokenizer(home / "base", bos=False)
+    for rank, name in enumerate(NAMES, 2):
+        write_adapter(home / name, cfg, specs, drawn_adapters(specs, rank=rank, scale=float(rank)))
+
+
+@contextlib.contextmanager
+def started(home: Path, workers: int) -> Iterator[tuple[int, subprocess.Popen]]:
+    """Serve the model of `write_home`; the port, and the parent of the server's processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine = {"max_model_len": 128, "max_num_seqs": 8, "max_num_prefill_tokens": 64}
+    engine |= {"max_queued": 32, "max_loras": 3, "dtype": "float32"}
+    engine |= {"adapters": {name: str(home / name) for name in NAMES[:2]}}
+    api = {"admin_keys": ["admin"], "slow_seconds": 1.0, "body_seconds": 1.0, "most_body": 2**20}
+    options = {"model": str(home / "base"), "name": "tiny", "port": port, "workers": workers}
+    options |= {"engine": engine, "api": api}
+    environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(home)}
+    command = [sys.executable, "-c", START, json.dumps(options)]
+    parent = subprocess.Popen(command, env=environment)
+    try:
+        yield port, parent
+    finally:
+        parent.terminate()
+        parent.wait(60)
+
+
+async def until_ready(caller: Caller, parent: subprocess.Popen) -> None:
+    for _ in range(3000):
+        if parent.poll() is not None:
+            break
+        with contextlib.suppress(OSError):
+            if (await caller.get("/ready")).status == 200:
+                return
+        await asyncio.sleep(0.1)
+    raise Broken(f"the server was not ready within five minutes; exit code {parent.poll()}")
+
+
+async def stats_of(home: Path) -> dict:
+    """The engine's own numbers, through its socket."""
+    from mjax.serve.engines import Engines
+
+    (address,) = home.glob("mjax-*/engine0")
+    async with Engines([f"ipc://{address}"]) as engines:
+        await engines.ready()
+        return (await engines.stats())[0]
+
+
+def drained(caller: Caller, parent: subprocess.Popen) -> None:
+    """Stop a server that streams: what runs ends well, and nobody new gets in."""
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+    async def stop() -> list[str]:
+        tasks = [asyncio.create_task(caller.post("/v1/completions", body)) for _ in range(16)]
+        await asyncio.sleep(0.3)
+        parent.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        with contextlib.suppress(OSError):
+            late = await caller.post("/v1/completions", body)
+            raise Broken(f"a server that drains has let someone in: {late}")
+        replies = await asyncio.gather(*tasks)
+        return [caller.checked(reply, FINE) for reply in replies]
+
+    found = Counter(asyncio.run(asyncio.wait_for(stop(), LONGEST)))
+    print(f"streams at the time of SIGTERM: {dict(found)}; exit code {parent.wait(LONGEST)}")
+    if set(found) != {"200, a stream"} or parent.returncode:
+        raise Broken("a drain that was not graceful")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=1, help="processes that speak HTTP")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        write_home(home)
+        with started(home, args.workers) as (port, parent):
+            caller = Caller(port, random.Random(args.seed), NAMES[:2], home=home)
+            asyncio.run(until_ready(caller, parent))
+            children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            before = asyncio.run(stats_of(home))
+
+            def at_rest() -> None:
+                for _ in range(200):
+                    found = asyncio.run(stats_of(home))
+                    if found["requests"] == found["pages_used"] == 0:
+                        break
+                    time.sleep(0.1)
+                print({name: found[name] for name in sorted(found)})
+                left = {name: found[name] for name in ("requests", "running", "waiting")}
+                if any(left.values()) or found["pages_used"]:
+                    raise Broken(f"left in the engine: {left}, {found['pages_used']} pages")
+                if found["pages_free"] + found["pages_cached"] != found["pages"]:
+                    raise Broken(f"pages are lost: {found}")
+                if found["compiles"] != before["compiles"]:
+                    raise Broken(f"{found['compiles'] - before['compiles']} compiled under load")
+
+            began = time.perf_counter()
+            soak(caller, args.requests, at_rest, lambda: sum(map(resident_mb, children)))
+            print(f"{args.requests} requests in {time.perf_counter() - began:.0f} s")
+            drained(caller, parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 `tests/soak.py` says what is asked and what is checked. The exhaustive case has 10,000 requests.
 """
 
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.adapter_stack import with_stack
 from mjax.interop.peft.adapter_writer import write_adapter
+from mjax.interop.pretrained import Pretrained
 from tests import soak
 from tests.adapters import drawn_adapters
 from tests.chats import END, write_tokenizer
-from tests.laws.serving.kinds import BYTES, LENGTH
-from tests.laws.serving.tiny import tiny_model
+from tests.laws.serving import kinds
+from tests.laws.serving.kinds import LENGTH
 from tests.marks import exhaustive, slow
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -29,7 +31,7 @@ def soaked_engine(home: Path) -> Engine:
     """A tiny engine with two adapters, few rows, few pages and a short queue."""
     from mjax.data.base.tokenizer import load_tokenizer
 
-    model = tiny_model("keys and values", **BYTES)
+    model = Pretrained(*kinds.model("bytes")[:3], None, None)
     for rank, name in enumerate(NAMES, 2):
         drawn = drawn_adapters(model.definition.specs, rank=rank, scale=float(rank))
         write_adapter(home / name, model.cfg, model.definition.specs, drawn)
@@ -74,7 +76,8 @@ def test_a_server_under_callers_of_every_kind(count, tmp_path):
     with served(engine, most_body=2**20, **options) as live:
         live.engines.facts = replace(live.engines.facts, adapters=NAMES)
         port = int(live.url.rpartition(":")[2])
-        counts = soak.soak(port, count, 7, at_rest, NAMES)
+        caller = soak.Caller(port, random.Random(7), NAMES)
+        counts = soak.soak(caller, count, at_rest, soak.resident_mb)
         assert not live.app.state.service.running
         assert not any(replica.streams for replica in live.engines._replicas)
     assert len(engine._compiled) == compiled
