@@ -49,12 +49,9 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give it or messages", "prompt")
         if body.prompt is not None:
-            (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens is not False)
+            (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens)
         else:
-            continues = bool(body.continue_final_message)
-            opens = body.add_generation_prompt is not False and not continues
-            variables = body.chat_template_kwargs
-            chat = Conversation(body.messages, body.tools or (), opens, continues, variables)
+            chat = Conversation.of(body, body.tools or (), body.chat_template_kwargs or {})
             _, ids, _ = await prompts.of_chat(chat)
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}

@@ -42,6 +42,13 @@ class Conversation:
     continues: bool = False
     variables: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, body: Any, tools: Sequence[Tool], variables: dict[str, Any]) -> "Conversation":
+        """The conversation of a request."""
+        continues = bool(body.continue_final_message)
+        opens = body.add_generation_prompt is not False and not continues
+        return cls(body.messages, tools, opens, continues, variables)
+
 
 class Prompts:
     """Makes ids of what requests ask, and texts of ids, for one model."""
@@ -63,10 +70,12 @@ class Prompts:
         """The result of a function that takes long."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *given)
 
-    async def of_texts(self, texts: Sequence[str], with_prefix: bool = True) -> list[list[int]]:
-        """Ids of texts, after those that the model wants before a text."""
+    async def of_texts(
+        self, texts: Sequence[str], with_prefix: bool | None = None
+    ) -> list[list[int]]:
+        """Ids of texts, but for `with_prefix` false after those that the model wants before one."""
         self._require_short(texts)
-        prefix = self.tokenizer.prefix if with_prefix else ()
+        prefix = () if with_prefix is False else self.tokenizer.prefix
         found = await self.in_thread(self.tokenizer.encode_batch, list(texts))
         return [[*prefix, *ids] for ids in found]
 
@@ -98,6 +107,12 @@ class Prompts:
             raise ApiError(400, f"{param}: give one or more tokens", param)
         if min(ids) < 0 or max(ids) >= facts.vocab_size:
             raise ApiError(400, f"{param}: give ids in [0, {facts.vocab_size})", param)
+
+    def cut(self, ids: list[int], most: int | None, room: int) -> list[int]:
+        """The last `most` ids; -1: as many as leave room for so many new ones; None: all."""
+        if most == -1:
+            most = max(self._engines.facts.max_model_len - room, 1)
+        return ids if most is None else ids[max(len(ids) - most, 0) :]
 
     def require_room(self, count: int, param: str) -> None:
         """Raise `ApiError` unless a token fits behind a prompt of so many."""

@@ -6,23 +6,21 @@ in which they are made. Invariant: whatever ends a reply, no job is left in an e
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import QueueFull
 from mjax.serve.engines import Engines, Piece
-from mjax.serve.limits import ApiOptions, EventStream, Result, json_reply, unless_gone
+from mjax.serve.limits import ApiOptions, Result, unless_gone
 from mjax.serve.metrics import ApiMetrics, RequestTimes
 from mjax.serve.prompts import Prompts
 from mjax.serve.protocol.errors import ApiError, error_of_user
@@ -51,36 +49,6 @@ class Numbered(NamedTuple):
 
 
 @dataclass
-class Usage:
-    """Tokens of a reply, as they come."""
-
-    prompt: int = 0
-    completion: int = 0
-    reasoning: int = 0
-    cached: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, jobs: Sequence[Job]) -> "Usage":
-        return cls(sum(len(job.prompt) for job in jobs))
-
-    def add(self, job: Job, piece: Piece) -> None:
-        """Count a piece."""
-        self.completion += len(piece.token_ids)
-        if piece.cached_tokens:
-            self.cached[job.id] = piece.cached_tokens
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
-
-
-@dataclass
 class Service:
     """What routes work with."""
 
@@ -100,11 +68,6 @@ class Service:
             message = f"there is no model {model[:200]!r} here; give one of {have}"
             raise ApiError(404, message, "model", "model_not_found")
         return model
-
-    def require_text_model(self) -> None:
-        """Raise `ApiError` for a model that continues no text."""
-        if self.engines.facts.is_encoder:
-            raise ApiError(400, "this model continues no text: ask /v1/embeddings", "model")
 
     def new_id(self, kind: str, request: Request, given: str | None) -> str:
         """The id of a reply; a caller may give its last part."""
@@ -126,17 +89,6 @@ class Service:
                 return await unless_gone(request.receive, work)
         except TimeoutError as e:
             raise self.as_error(e) from None
-
-    async def streamed(
-        self, request: Request, ends: float | None, events: AsyncGenerator[bytes]
-    ) -> Response:
-        """A stream of events. What ends it before its first one is an error with its status."""
-        try:
-            first = await self.within(request, ends, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, self.options.slow_seconds, ends, self.as_error)
 
     async def pieces(self, jobs: Sequence[Job]) -> AsyncIterator[Numbered]:
         """Yield the pieces of all samples of jobs that run at a time."""
@@ -211,12 +163,3 @@ class Service:
                 return ApiError(503, "the engine has ended", None, "engine_dead")
         log.error("a request failed", exc_info=error)
         return ApiError(500, "the server failed; its log says more", None, "internal_error")
-
-    def json(self, request_id: str, body: dict[str, Any]) -> Response:
-        """A reply that is complete."""
-        return json_reply(body, headers={"X-Request-Id": request_id})
-
-
-def head(id: str, kind: str, model: str) -> dict[str, Any]:
-    """The first fields of a reply or a chunk."""
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}

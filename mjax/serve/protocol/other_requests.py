@@ -57,19 +57,14 @@ class GenerateRequest(Fields):
 
 
 class AdapterRequest(Fields):
-    """An adapter to load or unload, by vLLM's names."""
+    """An adapter to load or unload; vLLM's names are lora_name and lora_path."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256, alias="lora_name")]
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        None, alias="lora_path"
+    )
     lora_int_id: int | None = None
     load_inplace: bool | None = None
-
-
-class LoadRequest(Fields):
-    """An adapter to load."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class WeightsRequest(Fields):
