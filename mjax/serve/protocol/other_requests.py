@@ -1,0 +1,85 @@
+"""Requests of the other routes."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mjax.serve.protocol.chat_request import Message, Tool
+from mjax.serve.protocol.sampling_fields import Fields, StreamOptions
+
+
+class EmbeddingRequest(Fields):
+    """Texts or ids to embed; pooling and normalize replace the server's own."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["mean", "last"] | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class TokenizeRequest(Fields):
+    """A text or a conversation to turn into ids."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """Ids to turn into a text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class GenerateRequest(Fields):
+    """Ids to continue, for callers that keep to ids; sampling_params has the engine's names."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class AdapterRequest(Fields):
+    """An adapter to load or unload, by vLLM's names."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    lora_int_id: int | None = None
+    load_inplace: bool | None = None
+
+
+class LoadRequest(Fields):
+    """An adapter to load."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class WeightsRequest(Fields):
+    """Where new weights are; null: where those of now came from."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+
+
+class AbortRequest(Fields):
+    """Ids of replies to end, or all that this process of HTTP serves."""
+
+    request_ids: list[str] = []
+    abort_all: bool = False
