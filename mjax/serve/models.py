@@ -40,7 +40,7 @@ def add_models(router: APIRouter, service: Service) -> None:
 
 
 def add_tokenizer(router: APIRouter, service: Service) -> None:
-    """Add /tokenize and /detokenize."""
+    """Add /tokenize, /detokenize and /tokenizer_info."""
     prompts = service.prompts
 
     @router.post("/tokenize")
@@ -66,6 +66,15 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Turn ids into a text."""
         return json_reply({"prompt": await prompts.of_ids(body.tokens) if body.tokens else ""})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Show what lm-eval reads, so that it needs no tokenizer of its own."""
+        tokenizer, template = prompts.tokenizer, prompts.template
+        named = {"bos_token": tokenizer.prefix[:1], "eos_token": service.engines.facts.ends[:1]}
+        texts = {key: "".join(map(tokenizer.special_text, ids)) for key, ids in named.items()}
+        found = {key: text or None for key, text in texts.items()}
+        return json_reply(found | {"chat_template": template.source if template else None})
 
 
 async def _embedded(service: Service, body: EmbeddingRequest) -> dict[str, Any]:

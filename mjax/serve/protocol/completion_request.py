@@ -25,7 +25,9 @@ class CompletionRequest(SamplingFields):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must be n: no samples are dropped here")
         if self.suffix:
-            raise ValueError("suffix: it is not served; put it into the prompt as the model wants it")
+            raise ValueError(
+                "suffix: it is not served; put it into the prompt as the model wants it"
+            )
         return self
 
     @property
