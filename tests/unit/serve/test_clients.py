@@ -8,9 +8,11 @@ import importlib.util
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -82,7 +84,7 @@ def test_lm_eval_finds_the_scores_of_our_own_harness(live, batch, concurrent):
 
     from mjax.evaluate.harness import HarnessModel
 
-    tiny, folder = model("bytes"), live.engine.folder
+    tiny, folder = model("bytes"), Path(live.engine.folder)
     pretrained = Pretrained(tiny.cfg, tiny.definition, tiny.params, None, folder)
     own = HarnessModel(pretrained, load_tokenizer(folder), batch_size=3, max_length=LENGTH - 1)
     theirs = LocalCompletionsAPI(
@@ -135,7 +137,8 @@ def test_langchain_streams_calls_and_usage(live, calls_tools):
 
 @slow
 @needs("langchain_openai")
-def test_langchain_gets_forms_and_embeddings(live):
+def test_langchain_gets_forms_and_embeddings(live, monkeypatch):
+    pytest.importorskip("llguidance")
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
     given = {"base_url": f"{live.url}/v1", "api_key": "none", "model": "tiny"}
@@ -146,15 +149,19 @@ def test_langchain_gets_forms_and_embeddings(live):
         assert made["place"] in ("Bonn", "Rom") and made["days"] in (1, 2)
     (call,) = chat.bind_tools([WEATHER], tool_choice="weather").invoke("Weather?").tool_calls
     assert call["name"] == "weather" and call["args"]["days"] in (1, 2)
-    vectors = OpenAIEmbeddings(**given, check_embedding_ctx_length=False).embed_documents(
-        ["a", "b"]
-    )
-    assert len(vectors) == 2 and len(vectors[0]) == SMALL["hidden_size"]
+
+    async def embed(prompts, pooling):
+        return np.array([[3.0, 4.0 * len(prompt)] for prompt in prompts], np.float32)
+
+    monkeypatch.setattr(live.engines, "embed", embed)
+    vectors = OpenAIEmbeddings(**given, check_embedding_ctx_length=False).embed_documents(["a"])
+    assert vectors[0] == pytest.approx([0.6, 0.8])
 
 
 @slow
 @needs("litellm")
 def test_litellm_streams_calls_and_texts(live, monkeypatch, request):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
     import litellm
 
     given = {"model": "openai/tiny", "api_base": f"{live.url}/v1", "api_key": "none"}
@@ -186,7 +193,11 @@ class Schemas:
     def __init__(self, seed: int):
         self._random = random.Random(seed)
 
-    def some(self, depth: int = 2) -> dict:
+    @classmethod
+    def of(cls, seed: int) -> dict:
+        return cls(seed).some(3)
+
+    def some(self, depth: int) -> dict:
         kinds = [self._string, self._number, self._enum, self._plain]
         if depth:
             kinds += [self._object, self._object, self._array, self._either]
@@ -218,7 +229,7 @@ class Schemas:
             [
                 {"minLength": least, "maxLength": least + self._random.randint(0, 4)},
                 {"pattern": "^[a-f]{2,4}(-[0-9]+)?$"},
-                {"format": self._random.choice(["date", "time", "uuid", "ipv4"])},
+                {"format": self._random.choice(["uuid", "ipv4"])},
             ]
         )
 
@@ -260,9 +271,11 @@ def long_texts(tmp_path_factory):
 
 @slow
 def test_200_random_schemas_give_what_they_describe(long_texts):
+    pytest.importorskip("llguidance")
     validators = pytest.importorskip("jsonschema_rs")
-    schemas = [Schemas(seed).some() for seed in range(200)]
-    assert len({json.dumps(schema) for schema in schemas}) > 150
+    found = {json.dumps(schema): schema for schema in map(Schemas.of, range(400))}
+    schemas = [*found.values()][:200]
+    assert len(schemas) == 200
 
     def answer(number: int) -> SimpleNamespace:
         form = {"name": "form", "schema": schemas[number], "strict": True}
