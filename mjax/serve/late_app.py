@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.limits import ApiOptions, json_reply
 from mjax.serve.app import make_app
-from mjax.serve.engines import Engines
-from mjax.serve.limits import ApiOptions, json_reply
+from mjax.serve.base.engines import Engines
 from mjax.serve.options import ServeOptions
 from mjax.serve.protocol.errors import ApiError
 

@@ -24,9 +24,9 @@ from mjax.infer.weights import form_of, require_weights, usual_dtype
 from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.interop.sources import source_of
+from mjax.serve.base.wire import ImageFacts, ModelFacts
 from mjax.serve.engine_server import EngineServer, Work
 from mjax.serve.options import ServeOptions
-from mjax.serve.wire import ImageFacts, ModelFacts
 from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
@@ -127,9 +127,8 @@ class ServedModel:
         tokens = (cfg.tower("vision").token_id,) * count
         return ImageFacts(tokens, vision.image_size, vision.num_channels, *scale)
 
-    def serve(self, address: str, on_turn) -> EngineServer:
-        """The server of this model."""
-        server = EngineServer(address, self.engine, self.facts, on_turn=on_turn)
+    def add_commands(self, server: EngineServer) -> None:
+        """Give the server of this model the commands that change it."""
         server.slow |= {
             "reload": lambda path: self._reload(server, path),
             "load_adapter": lambda name, path: self._load_adapter(server, name, path),
@@ -138,7 +137,6 @@ class ServedModel:
             "embed": self._embed,
             "unload_adapter": lambda name: self._unload_adapter(server, name),
         }
-        return server
 
     # ---- commands --------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from mjax.errors import INTERRUPTED, or_user_error, run_cli
+from mjax.errors import INTERRUPTED, UserError, or_user_error, run_cli
 from mjax.run.faults.supervisor import SET_DEATH_SIGNAL, what_became
 from mjax.serve.options import ServeOptions
 
@@ -195,12 +195,14 @@ def say(line: str) -> None:
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket bound to an address. Raises `UserError` where that cannot be."""
-    with or_user_error(f"--host {host} --port {port}: {{reason}}; give another", OverflowError):
-        with or_user_error(f"--host {host} --port {port}: {{reason}}; give another", OSError):
-            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            made = socket.socket(family, kind)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+    if not 0 <= port < 2**16:
+        raise UserError(f"--host {host} --port {port}: there is no such port; give 0 to 65535")
+    wrong = f"--host {host} --port {port}: {{reason}}; give another"
+    with or_user_error(wrong, (OSError, OverflowError, UnicodeError)):
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
     return made
 
 
@@ -209,7 +211,13 @@ def own_devices(environment: dict[str, str], number: int, size: int) -> str:
     first, given = number * size, environment.get("CUDA_VISIBLE_DEVICES")
     if not given:
         return ",".join(map(str, range(first, first + size)))
-    return ",".join(given.split(",")[first : first + size])
+    devices = given.split(",")
+    if first + size > len(devices):
+        raise UserError(
+            f"--data-parallel-size: replica {number} has no {size} of the {len(devices)} devices "
+            f"in CUDA_VISIBLE_DEVICES={given}; start fewer"
+        )
+    return ",".join(devices[first : first + size])
 
 
 # ---- children ------------------------------------------------------------------------------------
@@ -230,6 +238,7 @@ def main() -> None:
 
 def run_engine(options: ServeOptions, home: Path, number: int) -> None:
     """Load the model and serve it to workers until SIGTERM."""
+    from mjax.serve.engine_server import EngineServer
     from mjax.serve.loading import ServedModel
 
     def end(*_: object) -> NoReturn:
@@ -238,7 +247,10 @@ def run_engine(options: ServeOptions, home: Path, number: int) -> None:
     signal.signal(signal.SIGTERM, end)  # nothing is in flight that anyone waits for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pulse = Pulse(home / f"pulse{number}")
-    server = ServedModel(options).serve(f"ipc://{home}/engine{number}", pulse.beat)
+    model = ServedModel(options)
+    address = f"ipc://{home}/engine{number}"
+    server = EngineServer(address, model.engine, model.facts, pulse.beat)
+    model.add_commands(server)
     freeze_heap()
     server.run()
 

@@ -8,7 +8,7 @@ from mjax.serve.protocol.sampling_fields import SamplingFields
 
 
 class CompletionRequest(SamplingFields):
-    """Prompts, texts or ids, to continue.
+    """PromptMaker, texts or ids, to continue.
 
     echo: the prompt stands before the text, with its log-probabilities if `logprobs` is given.
     """
@@ -25,9 +25,7 @@ class CompletionRequest(SamplingFields):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must be n: no samples are dropped here")
         if self.suffix:
-            raise ValueError(
-                "suffix: it is not served; put it into the prompt as the model wants it"
-            )
+            raise ValueError("suffix: it is not served; put it into the prompt")
         return self
 
     @property

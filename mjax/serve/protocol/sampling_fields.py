@@ -1,4 +1,4 @@
-"""Fields that requests for text share: OpenAI's names and vLLM's further ones.
+"""JsonObject that requests for text share: OpenAI's names and vLLM's further ones.
 
 `SamplingParams` checks values; here stand types and names. A field that clients send and that
 changes no token is dropped, as is any that is null. Another unknown one is an error with its name.
@@ -8,9 +8,9 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.infer.requests import SamplingParams
 
 HARMLESS = frozenset(
@@ -18,14 +18,13 @@ HARMLESS = frozenset(
     modalities verbosity spaces_between_special_tokens guided_decoding_backend stream_interval
     """.split()
 )
-# Fields of `SamplingParams` that have the same name in a request.
+# JsonObject of `SamplingParams` that have the same name in a request.
 _SAME = """n temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
 seed min_tokens stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens
 bad_words logit_bias allowed_token_ids prompt_logprobs priority cache_salt""".split()
-_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
-class Fields(BaseModel):
+class JsonObject(BaseModel):
     """A JSON object of a request."""
 
     model_config = ConfigDict(
@@ -37,7 +36,8 @@ class Fields(BaseModel):
     def _without_harmless(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        names = cls.model_fields
+        known = {*names, *(field.alias for field in names.values())}
         return {
             name: value
             for name, value in given.items()
@@ -45,7 +45,7 @@ class Fields(BaseModel):
         }
 
 
-class StreamOptions(Fields):
+class StreamOptions(JsonObject):
     """include_usage: one last chunk with the usage; continuous_usage_stats: in each chunk."""
 
     include_usage: bool | None = None
@@ -53,7 +53,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(Fields):
+class JsonSchema(JsonObject):
     """The schema of `response_format`."""
 
     name: str | None = None
@@ -62,14 +62,14 @@ class JsonSchema(Fields):
     strict: bool | None = None
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(JsonObject):
     """text, any JSON object, or JSON of a schema."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(JsonObject):
     """vLLM's form of a text: one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -79,39 +79,25 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
 
 
-class SamplingFields(Fields):
+_Same = create_model(
+    "_Same",
+    __base__=JsonObject,
+    **{
+        name: (field.rebuild_annotation() | None, None)
+        for name, field in SamplingParams.model_fields.items()
+        if name in _SAME
+    },
+)
+
+
+class SamplingFields(_Same):
     """How a text is made."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
@@ -119,50 +105,41 @@ class SamplingFields(Fields):
     request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_older_names(cls, given: Any) -> Any:
+        """The request with guided_json, guided_regex .. as `structured_outputs`."""
+        if not isinstance(given, dict) or given.get("structured_outputs") is not None:
+            return given
+        names = [f"guided_{name}" for name in ("json", "regex", "grammar", "choice")]
+        older = {name[7:]: given[name] for name in names if given.get(name) is not None}
+        kept = {name: value for name, value in given.items() if name not in names}
+        return kept | ({"structured_outputs": older} if older else {})
+
     @model_validator(mode="after")
     def _has_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream=true")
         return self
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """What the engine reads; a field that is not given is as the model's files say, else 1.0
-        for the temperature. `own`: fields that a route derives. Raises `UserError`.
+        """The fields that the engine reads. `own`: fields that a route derives. Raises `UserError`.
+
+        A field that is not given is as the files of the model say, else 1 for the temperature.
         """
-        said = {name: getattr(defaults, name) for name in _DEFAULTS}
-        said = {name: said[name] for name in _DEFAULTS if name in defaults.model_fields_set}
         given = {name: getattr(self, name) for name in _SAME}
-        given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{"temperature": 1.0} | said | given | own)
+        said = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0} | said | known | own)
 
     def form(self) -> dict[str, Any] | None:
         """The fields of `Structured` for the form that a text must have; None: any text.
 
         Raises `UserError` for two forms and for one that cannot be read.
         """
-        forms = [
-            *_form_of_response(self.response_format),
-            *_forms(self.structured_outputs or StructuredOutputs(), "structured_outputs."),
-            *_forms(
-                StructuredOutputs(
-                    json_=self.guided_json,
-                    regex=self.guided_regex,
-                    grammar=self.guided_grammar,
-                    choice=self.guided_choice,
-                ),
-                "guided_",
-            ),
-        ]
+        forms = [*_form_of_response(self.response_format), *_forms(self.structured_outputs)]
         if len(forms) > 1:
-            raise UserError(
-                "structured_outputs: the request asks for two forms; give one of response_format, "
-                "structured_outputs and guided_json, guided_regex, guided_grammar, guided_choice"
-            )
+            raise UserError("structured_outputs: the request asks for two forms; give one")
         return forms[0] if forms else None
 
 
@@ -178,30 +155,25 @@ def _form_of_response(given: ResponseFormat | None) -> list[dict[str, Any]]:
     return [{"json_schema": given.json_schema.schema_}]
 
 
-def _forms(given: StructuredOutputs, before: str) -> list[dict[str, Any]]:
-    """The forms that are asked for; `before`: how the names of their fields begin."""
-    found: list[dict[str, Any]] = []
+def _forms(given: StructuredOutputs | None) -> list[dict[str, Any]]:
+    """The forms that are asked for."""
+    if given is None:
+        return []
+    found = [{"json_schema": {"type": "object"}}] if given.json_object else []
     if given.json_ is not None:
-        found.append({"json_schema": _schema(given.json_, f"{before}json")})
-    if given.json_object:
-        found.append({"json_schema": {"type": "object"}})
+        found.append({"json_schema": _schema(given.json_)})
     if given.choice is not None:
         if not given.choice or not all(given.choice):
-            raise UserError(f"{before}choice: give one or more texts that are not empty")
+            raise UserError("structured_outputs.choice: give one or more texts, none of them empty")
         found.append({"regex": "|".join(map(re.escape, given.choice))})
-    if given.regex is not None:
-        found.append({"regex": given.regex})
-    if given.grammar is not None:
-        found.append({"grammar": given.grammar})
-    return found
+    named = {"regex": given.regex, "grammar": given.grammar}
+    return [*found, *({name: value} for name, value in named.items() if value is not None)]
 
 
-def _schema(given: dict[str, Any] | str, name: str) -> dict[str, Any]:
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
     """A schema that may be given as a text."""
-    try:
+    with or_user_error("structured_outputs.json: {reason}", (ValueError, RecursionError)):
         found = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        found = None
     if not isinstance(found, dict):
-        raise UserError(f"{name}: it is no JSON object")
+        raise UserError("structured_outputs.json: it is no JSON object")
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mjax.infer.requests import SamplingParams
-from mjax.serve.engines import Piece
+from mjax.serve.base.engines import Piece
 from tests.laws.serving.kinds import model
 from tests.marks import slow
 
@@ -331,7 +331,7 @@ def test_embeddings_are_what_the_engine_gives(live, client, monkeypatch):
     rows = np.arange(6, dtype=np.float32).reshape(2, 3) + 1
     asked = []
 
-    async def embed(prompts, pooling):
+    async def embed(prompts, pooling, adapter):
         asked.append(([len(prompt) for prompt in prompts], pooling))
         return rows[: len(prompts)]
 

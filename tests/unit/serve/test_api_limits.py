@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mjax.infer.async_engine import EngineDied
-from mjax.serve.engines import Piece
+from mjax.serve.base.engines import Piece
 from tests.unit.serve.conftest import LENGTH, QUEUED, served
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -49,13 +49,13 @@ BAD = [
     (*chat(n=2, temperature=0), "n"),
     (*chat(n=10**30), "n"),
     (*chat(seed=2**70), "seed"),
-    (*chat(stop=[""]), "stop"),
+    (*chat(stop=[""]), "stop.0"),
     (*chat(stop=["a"] * 65), "stop"),
-    (*chat(logit_bias={"a": 1}), "logit_bias"),
-    (*chat(logit_bias={"259": 101}), "logit_bias"),
+    (*chat(logit_bias={"a": 1}), "logit_bias.a"),
+    (*chat(logit_bias={"259": 101}), "logit_bias.259"),
     (*chat(logit_bias={"260": 1}), "logit_bias"),
     (*chat(logit_bias={"-1": 1}), "logit_bias"),
-    (*chat(bad_words=[""]), "bad_words"),
+    (*chat(bad_words=[""]), "bad_words.0"),
     (*chat(top_logprobs=21, logprobs=True), "top_logprobs"),
     (*chat(top_logprobs=2), "top_logprobs"),
     (*chat(max_tokens=0), "max_tokens"),
@@ -91,9 +91,10 @@ BAD = [
     (*chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs.messages"),
     (*chat(chat_template_kwargs={"self": 1}), "chat_template_kwargs.self"),
     (*chat(chat_template_kwargs={"bos_token": "a"}), "chat_template_kwargs.bos_token"),
-    (*chat(guided_json="no"), "guided_json"),
+    (*chat(guided_json="no"), "structured_outputs"),
     (*chat(guided_jsno={}), "guided_jsno"),
     (*chat(guided_regex="a", guided_json={}), "structured_outputs"),
+    (*chat(guided_regex=3), "structured_outputs.regex"),
     (*chat(structured_outputs={"regex": "("}), "structured"),
     (*chat(structured_outputs={"choice": []}), "structured_outputs"),
     (*chat(structured_outputs={"rx": "a"}), "structured_outputs.rx"),

@@ -24,7 +24,7 @@ from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, split
-from mjax.serve.engines import Piece
+from mjax.serve.base.engines import Piece
 from tests.chats import END, write_tokenizer
 from tests.laws.serving.kinds import BYTES, LENGTH, SMALL, model
 from tests.marks import slow

@@ -1,4 +1,4 @@
-"""Prompts as ids: texts, ids and conversations, in threads, for they may take long.
+"""PromptMaker as ids: texts, ids and conversations, in threads, for they may take long.
 
 Templates are the model's own and run in a sandbox with a limit of time (`mjax/data/base/chat.py`).
 A request gives variables to a template, never the template.
@@ -18,9 +18,9 @@ from mjax.data.base.chat import MARKS, TOKENS, ChatTemplate, load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.grammar import token_bytes
-from mjax.serve.engines import Engines
-from mjax.serve.images import MARK, expanded_ids, images_of
-from mjax.serve.protocol.chat_request import Message, Part, Tool
+from mjax.serve.api.images import IMAGE_MARK, expanded_ids, images_of
+from mjax.serve.base.engines import Engines
+from mjax.serve.protocol.chat_request import Message, MessagePart, Tool
 from mjax.serve.protocol.errors import ApiError
 
 RESERVED = frozenset(
@@ -33,7 +33,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatPrompt:
     """Messages and how they are rendered; `continues`: the last one is not complete."""
 
     messages: Sequence[Message]
@@ -42,13 +42,20 @@ class Conversation:
     continues: bool = False
     variables: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, body: Any, tools: Sequence[Tool], variables: dict[str, Any]) -> "ChatPrompt":
+        """The conversation of a request."""
+        continues = bool(body.continue_final_message)
+        opens = body.add_generation_prompt is not False and not continues
+        return cls(body.messages, tools, opens, continues, variables)
 
-class Prompts:
+
+class PromptMaker:
     """Makes ids of what requests ask, and texts of ids, for one model."""
 
     def __init__(self, engines: Engines, threads: int):
         self._engines = engines
-        self.template = _template_of(engines)
+        self.template = _own_template(engines)
         self._pool = ThreadPoolExecutor(threads, "mjax-prompts")
         self._pieces: dict[int, tuple[str, list[int] | None]] = {}
 
@@ -63,10 +70,12 @@ class Prompts:
         """The result of a function that takes long."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *given)
 
-    async def of_texts(self, texts: Sequence[str], with_prefix: bool = True) -> list[list[int]]:
-        """Ids of texts, after those that the model wants before a text."""
+    async def of_texts(
+        self, texts: Sequence[str], with_prefix: bool | None = None
+    ) -> list[list[int]]:
+        """Ids of texts, but for `with_prefix` false after those that the model wants before one."""
         self._require_short(texts)
-        prefix = self.tokenizer.prefix if with_prefix else ()
+        prefix = () if with_prefix is False else self.tokenizer.prefix
         found = await self.in_thread(self.tokenizer.encode_batch, list(texts))
         return [[*prefix, *ids] for ids in found]
 
@@ -76,7 +85,7 @@ class Prompts:
         decode = self.tokenizer.decode_whole or self.tokenizer.decode
         return await self.in_thread(decode, list(ids))
 
-    async def of_chat(self, chat: Conversation) -> tuple[str, list[int], list[np.ndarray]]:
+    async def of_chat(self, chat: ChatPrompt) -> tuple[str, list[int], list[np.ndarray]]:
         """The text of a conversation, its ids, and its images, fp32 [H, W, C]."""
         if self.template is None:
             raise ApiError(400, "the model has no chat template: ask /v1/completions", "messages")
@@ -98,6 +107,12 @@ class Prompts:
             raise ApiError(400, f"{param}: give one or more tokens", param)
         if min(ids) < 0 or max(ids) >= facts.vocab_size:
             raise ApiError(400, f"{param}: give ids in [0, {facts.vocab_size})", param)
+
+    def cut(self, ids: list[int], most: int | None, room: int) -> list[int]:
+        """The last `most` ids; -1: as many as leave room for so many new ones; None: all."""
+        if most == -1:
+            most = max(self._engines.facts.max_model_len - room, 1)
+        return ids if most is None else ids[max(len(ids) - most, 0) :]
 
     def require_room(self, count: int, param: str) -> None:
         """Raise `ApiError` unless a token fits behind a prompt of so many."""
@@ -128,7 +143,7 @@ class Prompts:
                 "context_length_exceeded",
             )
 
-    def _render(self, chat: Conversation) -> str:
+    def _render(self, chat: ChatPrompt) -> str:
         messages = [_plain(message, self.template) for message in chat.messages]
         mark = MARKS[0]
         if chat.continues:
@@ -143,7 +158,7 @@ class Prompts:
         return text
 
 
-def _template_of(engines: Engines) -> ChatTemplate | None:
+def _own_template(engines: Engines) -> ChatTemplate | None:
     """The template of the model; its messages name no path of this machine."""
     if engines.facts.folder is None:
         return None
@@ -157,7 +172,7 @@ def _plain(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates read it: parts joined, arguments of calls as objects."""
     said = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
-        said["content"] = _joined(message.content, template)
+        said["content"] = _joined_parts(message.content, template)
     calls = [dict(call) for call in message.tool_calls or ()]
     for call in calls:
         function = call.get("function")
@@ -174,7 +189,9 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-def _joined(parts: Sequence[Part], template: ChatTemplate) -> str | list[dict[str, str]]:
+def _joined_parts(
+    parts: Sequence[MessagePart], template: ChatTemplate
+) -> str | list[dict[str, str]]:
     """Parts of a message as one text, or as a list where the template reads one."""
     found = []
     for part in parts:
@@ -187,7 +204,7 @@ def _joined(parts: Sequence[Part], template: ChatTemplate) -> str | list[dict[st
         found.append(own)
     if _READS_PARTS.search(template.source):
         return found
-    return "\n".join(part.get("text", MARK) for part in found)
+    return "\n".join(part.get("text", IMAGE_MARK) for part in found)
 
 
 def _mark_end(message: dict[str, Any], mark: str) -> None:

@@ -8,6 +8,7 @@ process then adds up all. Engines are asked at each scrape, so any process gives
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -121,20 +122,12 @@ class ApiMetrics:
 
     def exposed(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """All numbers in Prometheus' text format; `stats`: those of the engines now."""
-        registry = CollectorRegistry()
+        of_requests = self._registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            MultiProcessCollector(registry)
-        else:
-            registry.register(_Given(self._registry.collect))
-        registry.register(_Given(lambda: _of_engines(self._model, stats)))
-        return generate_latest(registry)
-
-
-class _Given:
-    """A collector of what a function returns."""
-
-    def __init__(self, function):
-        self.collect = function
+            of_requests = CollectorRegistry()
+            MultiProcessCollector(of_requests)
+        of_engines = SimpleNamespace(collect=lambda: _of_engines(self._model, stats))
+        return generate_latest(of_requests) + generate_latest(of_engines)
 
 
 def _of_engines(model: str, stats: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -6,25 +6,23 @@ in which they are made. Invariant: whatever ends a reply, no job is left in an e
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
 
 from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import QueueFull
-from mjax.serve.engines import Engines, Piece
-from mjax.serve.limits import ApiOptions, EventStream, Result, json_reply, unless_gone
-from mjax.serve.metrics import ApiMetrics, RequestTimes
-from mjax.serve.prompts import Prompts
+from mjax.serve.api.limits import ApiOptions, Outcome, unless_gone
+from mjax.serve.api.metrics import ApiMetrics, RequestTimes
+from mjax.serve.api.prompts import PromptMaker
+from mjax.serve.base.engines import Engines, Piece
 from mjax.serve.protocol.errors import ApiError, error_of_user
 
 log = logging.getLogger(__name__)
@@ -51,43 +49,13 @@ class Numbered(NamedTuple):
 
 
 @dataclass
-class Usage:
-    """Tokens of a reply, as they come."""
-
-    prompt: int = 0
-    completion: int = 0
-    reasoning: int = 0
-    cached: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, jobs: Sequence[Job]) -> "Usage":
-        return cls(sum(len(job.prompt) for job in jobs))
-
-    def add(self, job: Job, piece: Piece) -> None:
-        """Count a piece."""
-        self.completion += len(piece.token_ids)
-        if piece.cached_tokens:
-            self.cached[job.id] = piece.cached_tokens
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
-        }
-
-
-@dataclass
 class Service:
-    """What routes work with."""
+    """The engines, options and helpers that routes share."""
 
     engines: Engines
     options: ApiOptions
     metrics: ApiMetrics
-    prompts: Prompts
+    prompts: PromptMaker
     running: set[str] = field(default_factory=set)
 
     def adapter(self, model: str | None) -> str | None:
@@ -101,16 +69,14 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         return model
 
-    def require_text_model(self) -> None:
-        """Raise `ApiError` for a model that continues no text."""
-        if self.engines.facts.is_encoder:
-            raise ApiError(400, "this model continues no text: ask /v1/embeddings", "model")
-
     def new_id(self, kind: str, request: Request, given: str | None) -> str:
-        """The id of a reply; a caller may give its last part."""
-        given = given or request.headers.get("x-request-id", "")
-        usable = given[:128] if given.isascii() and given.isprintable() else ""
-        return f"{kind}-{usable or uuid.uuid4().hex}"
+        """The id of a reply; the caller may give its last part, also in a header."""
+        header = request.headers.get("x-request-id", "")[:128]
+        usable = f"{kind}-{header}" if header.isascii() and header.isprintable() else ""
+        if given is not None:
+            return f"{kind}-{given}"
+        is_free = header and usable and usable not in self.running
+        return usable if is_free else f"{kind}-{uuid.uuid4().hex}"
 
     def ends(self, timeout: float | None) -> float | None:
         """The loop's time at which a request that comes now is late."""
@@ -118,25 +84,14 @@ class Service:
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     async def within(
-        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Result]
-    ) -> Result:
+        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Outcome]
+    ) -> Outcome:
         """The result of work, unless it is late or its caller gone."""
         try:
             async with asyncio.timeout_at(ends):
                 return await unless_gone(request.receive, work)
         except TimeoutError as e:
             raise self.as_error(e) from None
-
-    async def streamed(
-        self, request: Request, ends: float | None, events: AsyncGenerator[bytes]
-    ) -> Response:
-        """A stream of events. What ends it before its first one is an error with its status."""
-        try:
-            first = await self.within(request, ends, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, self.options.slow_seconds, ends, self.as_error)
 
     async def pieces(self, jobs: Sequence[Job]) -> AsyncIterator[Numbered]:
         """Yield the pieces of all samples of jobs that run at a time."""
@@ -194,7 +149,7 @@ class Service:
             times.end(open_samples == 0)
 
     def as_error(self, error: BaseException) -> ApiError:
-        """What is sent for an error: nothing of the inside of this server."""
+        """The error that is sent, with nothing of the inside of this server."""
         match error:
             case ApiError():
                 return error
@@ -211,12 +166,3 @@ class Service:
                 return ApiError(503, "the engine has ended", None, "engine_dead")
         log.error("a request failed", exc_info=error)
         return ApiError(500, "the server failed; its log says more", None, "internal_error")
-
-    def json(self, request_id: str, body: dict[str, Any]) -> Response:
-        """A reply that is complete."""
-        return json_reply(body, headers={"X-Request-Id": request_id})
-
-
-def head(id: str, kind: str, model: str) -> dict[str, Any]:
-    """The first fields of a reply or a chunk."""
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}

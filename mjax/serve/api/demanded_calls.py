@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from mjax.errors import UserError
-from mjax.serve.parsers import Delta, ToolDelta
+from mjax.serve.parsers.reader import Delta, ToolDelta
 from mjax.serve.protocol.chat_request import Tool
 
-_LISTS = "$defs", "definitions"
+_DEFINITIONS = "$defs", "definitions"
 
 
-def schema_of_calls(tools: Sequence[Tool], name: str | None, several: bool) -> dict[str, Any]:
-    """The schema of the arguments of the tool `name`, or of a list of calls of any tools.
+def schema_of_calls(tools: Sequence[Tool], name: str, several: bool) -> dict[str, Any]:
+    """The schema of the arguments of the tool `name`; of a list of calls if that is empty.
 
     `several`: whether the list may have more than one call. Raises `UserError` for definitions of
     two tools that differ under one name.
     """
-    if name is not None:
+    if name:
         (tool,) = [tool for tool in tools if tool.function.name == name]
         return tool.function.parameters or {"type": "object"}
     shared: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
         own = dict(tool.function.parameters or {"type": "object"})
-        for names in _LISTS:
+        for names in _DEFINITIONS:
             for key, schema in dict(own.pop(names, None) or {}).items():
                 if shared.setdefault(names, {}).setdefault(key, schema) != schema:
                     raise UserError(f"tools: two of them define {key} in {names}; rename one")
@@ -41,7 +41,7 @@ class NamedCall:
         self._name: str | None = name
 
     def push(self, text: str) -> Delta:
-        """What a part of the text adds."""
+        """The call that a part of the text adds to."""
         name, self._name = self._name, None
         if not text and name is None:
             return Delta()

@@ -1,22 +1,28 @@
 """Routes for those who run the server: health, metrics, and what needs an administrator's key."""
 
+import asyncio
+import contextlib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 import mjax
-from mjax.serve.limits import json_reply
+from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
-from mjax.serve.protocol.other_requests import (
-    AbortRequest,
-    AdapterRequest,
-    LoadRequest,
-    WeightsRequest,
-)
-from mjax.serve.service import Service
+from mjax.serve.protocol.other_requests import AbortRequest, AdapterRequest, WeightsRequest
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
+# Routes without a body, and the engines' commands that they are.
+COMMANDS = {
+    "/resume": "resume",
+    "/sleep": "sleep",
+    "/wake_up": "wake",
+    "/reset_prefix_cache": "reset_prefix_cache",
+}
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def add_health(router: APIRouter, service: Service) -> None:
@@ -41,8 +47,10 @@ def add_health(router: APIRouter, service: Service) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Show numbers for Prometheus."""
-        stats = await service.engines.stats() if service.engines.is_alive else []
-        return Response(service.metrics.exposed(stats), media_type=TEXT)
+        stats = []
+        with contextlib.suppress(TimeoutError, EngineDied):
+            stats = await asyncio.wait_for(service.engines.stats(), 5.0)
+        return Response(service.metrics.exposed(stats), media_type=_EXPOSITION)
 
 
 def _unwell(state: str) -> Response:
@@ -52,72 +60,50 @@ def _unwell(state: str) -> Response:
 
 def add_administration(router: APIRouter, service: Service) -> None:
     """Add the routes that change the server."""
-    engines = service.engines
 
     async def command(name: str, /, **given: Any) -> Response:
-        return json_reply({"status": "ok", **await engines.command(name, **given)})
+        return json_reply({"status": "ok", **await service.engines.command(name, **given)})
 
-    @router.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: AdapterRequest) -> Response:
-        """Load an adapter, by vLLM's names."""
-        if body.lora_path is None:
-            raise ApiError(400, "lora_path: it is missing", "lora_path")
-        return await command("load_adapter", name=body.lora_name, path=body.lora_path)
+    async def abort(names: Iterable[str]) -> None:
+        for name in names:
+            await service.engines.abort(name)
+
+    def add(path: str, name: str) -> None:
+        @router.post(path, name=name)
+        async def run() -> Response:
+            return await command(name)
+
+    for path, name in COMMANDS.items():
+        add(path, name)
 
     @router.post("/v1/load_adapter")
-    async def load_adapter(body: LoadRequest) -> Response:
+    @router.post("/v1/load_lora_adapter")
+    async def load_adapter(body: AdapterRequest) -> Response:
         """Load an adapter."""
+        if body.path is None:
+            raise ApiError(400, "lora_path: it is missing", "lora_path")
         return await command("load_adapter", name=body.name, path=body.path)
 
     @router.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: AdapterRequest) -> Response:
+    async def unload_adapter(body: AdapterRequest) -> Response:
         """Unload an adapter."""
-        return await command("unload_adapter", name=body.lora_name)
+        return await command("unload_adapter", name=body.name)
 
     @router.post("/pause")
     async def pause(mode: Literal["abort", "keep"] = "keep") -> Response:
         """Make no more tokens; requests wait, or end with what they have."""
-        if mode == "abort":
-            await _abort_all(service)
+        await abort(list(service.running) if mode == "abort" else ())
         return await command("pause")
-
-    @router.post("/resume")
-    async def resume() -> Response:
-        """Go on after a pause."""
-        return await command("resume")
-
-    @router.post("/sleep")
-    async def sleep() -> Response:
-        """Free the memory of the caches."""
-        return await command("sleep")
-
-    @router.post("/wake_up")
-    async def wake_up() -> Response:
-        """Go on after sleep."""
-        return await command("wake")
 
     @router.post("/reload_weights")
     async def reload_weights(body: WeightsRequest) -> Response:
         """Go on with other weights."""
         return await command("reload", path=body.path)
 
-    @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        """Forget what is cached of prompts."""
-        return await command("reset_prefix_cache")
-
     @router.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> Response:
         """End requests where they are; their callers get what there is."""
-        for name in body.request_ids:
-            await engines.abort(name)
-            for part in [id for id in service.running if id.startswith(f"{name}-")]:
-                await engines.abort(part)
-        if body.abort_all:
-            await _abort_all(service)
+        beginnings = tuple(f"{name}-" for name in body.request_ids)
+        parts = [id for id in service.running if id.startswith(beginnings)]
+        await abort(list(service.running) if body.abort_all else [*body.request_ids, *parts])
         return json_reply({"status": "ok"})
-
-
-async def _abort_all(service: Service) -> None:
-    for name in list(service.running):
-        await service.engines.abort(name)

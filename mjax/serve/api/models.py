@@ -7,11 +7,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mjax.serve.limits import json_reply
-from mjax.serve.prompts import Conversation
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.prompts import ChatPrompt
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from mjax.serve.service import Service
 
 
 def _cards(service: Service) -> list[dict[str, Any]]:
@@ -43,18 +43,24 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
     """Add /tokenize, /detokenize and /tokenizer_info."""
     prompts = service.prompts
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Show the chat template and special tokens, which lm-eval's remote tokenizer reads."""
+        template, ends = prompts.template, prompts.tokenizer.eod_id
+        found = {} if ends is None else {"eos_token": prompts.piece(ends)[0]}
+        if template is not None:
+            found |= template.tokens | {"chat_template": template.source}
+        return json_reply(found)
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Turn a text or a conversation into ids."""
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give it or messages", "prompt")
         if body.prompt is not None:
-            (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens is not False)
+            (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens)
         else:
-            continues = bool(body.continue_final_message)
-            opens = body.add_generation_prompt is not False and not continues
-            variables = body.chat_template_kwargs
-            chat = Conversation(body.messages, body.tools or (), opens, continues, variables)
+            chat = ChatPrompt.of(body, body.tools or (), body.chat_template_kwargs or {})
             _, ids, _ = await prompts.of_chat(chat)
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
@@ -66,15 +72,6 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Turn ids into a text."""
         return json_reply({"prompt": await prompts.of_ids(body.tokens) if body.tokens else ""})
-
-    @router.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
-        """Show what lm-eval reads, so that it needs no tokenizer of its own."""
-        tokenizer, template = prompts.tokenizer, prompts.template
-        named = {"bos_token": tokenizer.prefix[:1], "eos_token": service.engines.facts.ends[:1]}
-        texts = {key: "".join(map(tokenizer.special_text, ids)) for key, ids in named.items()}
-        found = {key: text or None for key, text in texts.items()}
-        return json_reply(found | {"chat_template": template.source if template else None})
 
 
 async def _embedded(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
@@ -94,7 +91,8 @@ async def _embedded(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
     for row in ids:
         prompts.require_ids(row, "input")
         prompts.require_room(len(row) - 1, "input")
-    vectors = await service.engines.embed(ids, body.pooling or service.options.pooling)
+    pooling, adapter = body.pooling or service.options.pooling, service.adapter(body.model)
+    vectors = await service.engines.embed(ids, pooling, adapter)
     normalize = service.options.normalize if body.normalize is None else body.normalize
     if normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
@@ -116,7 +114,5 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts."""
-        if service.adapter(body.model) is not None:
-            raise ApiError(400, "model: embeddings are of the base model alone", "model")
         work = _embedded(service, body)
         return json_reply(await service.within(request, service.ends(body.timeout), work))
