@@ -6,6 +6,7 @@ its name is certain; if the reply ends within it, its arguments end there, too.
 
 import ast
 import json
+import warnings
 from collections.abc import Iterator
 
 from mjax.serve.parsers.reader import Reader, Steps, as_json
@@ -130,8 +131,7 @@ def pythonic(reader: Reader) -> Steps[None]:
         while (yield from _python_call(reader)):
             yield from reader.literal(",")
         ended = yield from reader.literal("]", *_LISTS_END)
-        if ended == "]":
-            yield from reader.literal(*_LISTS_END)
+        yield from reader.literal(*_LISTS_END)
         if not ended or reader.count == before:
             reader.fail()
         found = yield from reader.prose(*_LISTS)
@@ -213,11 +213,13 @@ def _python_call(reader: Reader) -> Steps[bool]:
 
 def _python_as_json(text: str) -> str:
     """The JSON of a value in JSON or Python; what is neither is a string."""
-    for read in (json.loads, lambda source: ast.literal_eval(source.strip())):
-        try:
-            return as_json(read(text))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "invalid decimal literal" and others
+        for read in (json.loads, lambda source: ast.literal_eval(source.strip())):
+            try:
+                return as_json(read(text))
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                pass
     return as_json(text)
 
 

@@ -349,6 +349,7 @@ def test_values_that_utf8_or_json_do_not_have_are_escaped():
         (content + "".join(map("".join, calls))).encode()
         if text.endswith(")]"):
             assert "a" in json.loads(calls[0][1])
+    assert parsed(f"[TOOL_CALLS]{'x' * 300}[ARGS]{{}}", "mistral")[2] == []
     name = parsed('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "hermes")[2][0][0]
     assert name.encode()
 
@@ -387,13 +388,6 @@ def test_without_tools_or_a_parser_everything_is_content():
     assert reply_parser(None, "qwen3", has_tools=True, in_reasoning=False).needs_special_tokens
     with pytest.raises(UserError, match="no parser 'herms'.*hermes"):
         reply_parser("herms", None, has_tools=True, in_reasoning=False)
-
-
-def test_whole_replies_are_parsed_at_once():
-    parser = reply_parser("hermes", "qwen3", has_tools=True, in_reasoning=True)
-    text = "Hm.</think>Yes.\n" + in_hermes(CALLS)
-    content, thoughts, calls = parser.parse(text)
-    assert (content, thoughts, meant(calls)) == ("Yes.", "Hm.", CALLS)
 
 
 def test_parsers_are_guessed_from_what_a_template_writes():
