@@ -338,10 +338,11 @@ MODELS: dict[str, tuple[str, dict]] = {
     "helium": ("Helium", _BASE | dict(head_dim=12, attention_bias=True, mlp_bias=True)),
     "phi": ("Phi", _NO_HEAD_DIM),
     "phi_qk_norm": ("Phi", _NO_HEAD_DIM | dict(qk_layernorm=True)),
-    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS),
+    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS | dict(rope_parameters=_HALF)),
     "gpt_neox_sequential": (
         "GPTNeoX",
-        _NO_KV_HEADS | dict(use_parallel_residual=False, attention_bias=False),
+        _NO_KV_HEADS
+        | dict(use_parallel_residual=False, attention_bias=False, rope_parameters=_HALF),
     ),
     "stablelm": ("StableLm", _NO_HEAD_DIM | dict(rope_parameters=_HALF)),
     "stablelm_parallel": (
