@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from mjax.config.languages.layer_pattern import pattern_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families import parts
@@ -14,7 +15,7 @@ from mjax.interop.huggingface.families.deepseek import (
     routed_experts_v3,
     without_missing_predictions,
 )
-from mjax.interop.huggingface.families.family import Family, blocks_of_heads
+from mjax.interop.huggingface.families.family import Family, after_ones, blocks_of_heads, vector
 from mjax.interop.huggingface.families.hybrids import (
     GRANITE_FUSED,
     GRANITE_RENAMES,
@@ -31,6 +32,7 @@ MIXTRAL_RENAMES = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
+_MARKS = ("im_start", "im_end", "im_newline", "text_start", "text_end")  # Hunyuan's tokens
 _MINIMAX_BETAS = ("full_attention", "linear_attention", "mlp")
 _QK_NORM = {"attention.qk_norm": True}
 _QK_NORM_ALL = _QK_NORM | {"attention.qk_norm_all_heads": True}
@@ -106,6 +108,34 @@ def _logit_scale(usual: float) -> Part:
         return {"logits_scaling": 1 / take(config, "logit_scale", usual)}
 
     return Part(read, lambda cfg: {"logit_scale": 1 / (cfg.logits_scaling or 1.0)})
+
+
+def _ernie_experts() -> Part:
+    """ERNIE's experts, and the layers that have them. Reads before `shape`."""
+    names = {"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}
+    names |= parts.alike("moe_intermediate_size router_aux_loss_coef")
+    usual = {"moe_k": 6, "moe_num_experts": 64, "moe_intermediate_size": 1536}
+    usual |= {"router_aux_loss_coef": 0.001}
+    keys = parts.same({theirs: f"moe.{ours}" for theirs, ours in names.items()}, usual)
+
+    def read(config: dict) -> dict:
+        fields, layers = keys.read(config) | parts.BALANCE, config["num_hidden_layers"]
+        parts.only(config, "moe_norm_min", 1e-12)
+        first, every = (take(config, f"moe_layer_{of}", 1) for of in ("start_index", "interval"))
+        last = take(config, "moe_layer_end_index", -1) % layers
+        routed = [first <= i <= last and (i + 1) % every == 0 for i in range(layers)]
+        kinds = ["full+experts" if is_routed else "full+mlp" for is_routed in routed]
+        width = take(config, "moe_num_shared_experts", 2) * fields["moe.moe_intermediate_size"]
+        fields |= {"moe.shared_expert_intermediate_size": width}
+        return fields | {"layer_pattern": pattern_of(kinds)}
+
+    def write(cfg: ModelConfig) -> dict:
+        routed = [i for i, kind in enumerate(cfg.layer_kinds) if "experts" in kind] or [0]
+        shared = cfg.moe.shared_expert_intermediate_size // (cfg.moe.moe_intermediate_size or 1)
+        bounds = {"moe_layer_start_index": routed[0], "moe_layer_end_index": routed[-1]}
+        return keys.write(cfg) | bounds | {"moe_num_shared_experts": shared}
+
+    return Part(read, write)
 
 
 def _stretched_base() -> Part:
@@ -305,6 +335,7 @@ DECODERS: dict[str, Family] = {
             parts.two_dropouts(0.0), resid_pdrop="residual_dropout", embd_pdrop="embedding_dropout"
         ),
         parts.one_bias_key(True),
+        parts.required(mlp_type="default", norm_type="layer_norm"),
         fixed={"norm": "layernorm", "mlp_gated": False},
         rename=(("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
         left_out={"num_key_value_heads": 2},
@@ -339,6 +370,16 @@ DECODERS: dict[str, Family] = {
         parts.one_bias_key(False),
         fixed=_ADJACENT,
         left_out={"num_key_value_heads": 2},
+    ),
+    "ernie4_5_moe": Family.of(
+        "Ernie4_5_MoeForCausalLM",
+        _ernie_experts(),
+        *sizes_with_rope(500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True),
+        parts.one_bias_key(False),
+        fixed=_ADJACENT | {"moe.expert_bias": True},
+        rename=(("mlp.gate.e_score", "mlp.moe_statics.e_score"), *SHARED_EXPERTS),
+        layouts={"mlp.gate.e_score_correction_bias": after_ones(1, vector)},
+        left_out={"num_key_value_heads": 4},
     ),
     "helium": Family.of(
         "HeliumForCausalLM",
@@ -421,7 +462,12 @@ DECODERS: dict[str, Family] = {
         _stretched_base(),
         *sizes_with_rope(rms_norm_eps=1e-5),
         parts.biases(),
-        fixed={"attention.qk_norm": True, "attention.qk_norm_after_rope": True},
+        parts.required(norm_type="rms", use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True),
+        parts.required(add_classification_head=False),
+        parts.ignored("attention_head_dim", "cla_share_factor", "class_num", "dense_list"),
+        parts.ignored("mask_init_id", "org_vocab_size", "pad_id", "pool_type"),
+        parts.ignored(*(f"{of}_id" for of in _MARKS)),
+        fixed=_QK_NORM | {"attention.qk_norm_after_rope": True},
         rename=((".q_norm", ".query_layernorm"), (".k_norm", ".key_layernorm")),
     ),
 }
