@@ -335,13 +335,20 @@ MODELS: dict[str, tuple[str, dict]] = {
         _NO_HEAD_DIM | dict(num_hidden_layers=5, sliding_window=9, logit_scale=0.25),
     ),
     "ernie4_5": ("Ernie4_5", _BASE | dict(use_bias=True)),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        _NO_HEAD_DIM
+        | dict(num_hidden_layers=4, moe_layer_end_index=2, moe_num_experts=8, moe_k=3)
+        | dict(moe_intermediate_size=20),
+    ),
     "helium": ("Helium", _BASE | dict(head_dim=12, attention_bias=True, mlp_bias=True)),
     "phi": ("Phi", _NO_HEAD_DIM),
     "phi_qk_norm": ("Phi", _NO_HEAD_DIM | dict(qk_layernorm=True)),
-    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS),
+    "gpt_neox": ("GPTNeoX", _NO_KV_HEADS | dict(rope_parameters=_HALF)),
     "gpt_neox_sequential": (
         "GPTNeoX",
-        _NO_KV_HEADS | dict(use_parallel_residual=False, attention_bias=False),
+        _NO_KV_HEADS
+        | dict(use_parallel_residual=False, attention_bias=False, rope_parameters=_HALF),
     ),
     "stablelm": ("StableLm", _NO_HEAD_DIM | dict(rope_parameters=_HALF)),
     "stablelm_parallel": (

@@ -68,7 +68,7 @@ def test_logits_and_gradients(hf, tmp_path):
     # The gradients go through the same import, as a checkpoint of their own.
     with torch.no_grad():
         for p in theirs.parameters():
-            p.copy_(p.grad)
+            p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
     theirs.save_pretrained(tmp_path / "grads")
     restored = make(hf[0])
     theirs.load_state_dict(restored.state_dict())

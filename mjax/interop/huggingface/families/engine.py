@@ -4,8 +4,12 @@ Invariant: every key of a config.json is read, listed as meaningless (`unread_ke
 by name. A config is written only if reading it back gives the same model.
 """
 
+import contextlib
+import copy
+import functools
 import math
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NoReturn
@@ -14,8 +18,7 @@ from mjax.checkpoint.base.source import Path, flat
 from mjax.config.languages.layer_pattern import stack_of
 from mjax.config.schema.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
-from mjax.interop.huggingface.families.config_values import with_named_values
+from mjax.errors import UserError, reason
 from mjax.interop.huggingface.families.family import Family, Slot, SlotsByPath
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.families.unread_keys import require_known, text_of
@@ -30,6 +33,10 @@ UNSAID = frozenset(
     moe.router_jitter_noise moe.sinkhorn moe.skip_padding vision.max_images
     vision.length_multiple""".split()
 )
+
+MOST_LAYERS = 100_000
+# What reading a value of another kind raises.
+WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Keys(dict):
@@ -119,6 +126,65 @@ def _keys_said(cfg: ModelConfig) -> list[str]:
 def _meaning(cfg: ModelConfig, key: str) -> object:
     """The value of a key; patterns that are spelled differently mean the same layers."""
     return cfg.layer_kinds if key == "layer_pattern" else value_of(cfg, key)
+
+
+# ---- values that are not of the kind that belongs there ------------------------------------------
+
+
+def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> ModelConfig:
+    """The model that `read` makes of a config.json.
+
+    Raises `UserError` naming a value that it cannot read.
+
+    It is the first which, replaced by another, lets `read` come to an end.
+    """
+    for path in _paths(config):
+        count = _value_at(config, path)
+        if "layer" in str(path[-1]) and isinstance(count, int) and count > MOST_LAYERS:
+            raise UserError(
+                f"config.json: {_key_text(path)}={count} is above {MOST_LAYERS}; mend it"
+            )
+    try:
+        return read(config)
+    except UserError:
+        raise
+    except WRONG_KIND as e:
+        path = next((path for path in _paths(config) if _is_cause(read, config, path)), None)
+        if path is None:
+            raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
+        value = reprlib.repr(_value_at(config, path))
+        raise UserError(
+            f"config.json: {_key_text(path)}={value} is not of the kind that belongs there "
+            f"({reason(e)}); mend it"
+        ) from e
+
+
+def _key_text(path: tuple[str, ...]) -> str:
+    return ".".join(map(str, path))  # a dictionary of labels may have numbers as its keys
+
+
+def _value_at(config: dict, path: tuple[str, ...]) -> object:
+    return functools.reduce(dict.__getitem__, path, config)
+
+
+def _paths(config: dict) -> Iterator[tuple[str, ...]]:
+    """The keys of a config.json, those of its parts first."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from ((key, *path) for path in _paths(value))
+        yield (key,)
+
+
+def _is_cause(read: Callable[[dict], ModelConfig], config: dict, path: tuple[str, ...]) -> bool:
+    """Whether a config.json can be read once a key has a value of another kind, or none."""
+    changed = copy.deepcopy(config)
+    place = _value_at(changed, path[:-1])
+    for value in (None, 8, "silu", {}):
+        place[path[-1]] = value
+        with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError
+            read(changed)
+            return True
+    return False
 
 
 # ---- names -------------------------------------------------------------------------------------

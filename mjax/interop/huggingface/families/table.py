@@ -6,8 +6,7 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 """
 
 from mjax.interop.huggingface.families.bert import ENCODERS
-from mjax.interop.huggingface.families.decoders.recent import MIXTRAL_RENAMES, RECENT
-from mjax.interop.huggingface.families.decoders.variants import VARIANTS
+from mjax.interop.huggingface.families.decoders import DECODERS, MIXTRAL_RENAMES
 from mjax.interop.huggingface.families.deepseek import (
     SHARED_EXPERTS,
     dense_first,
@@ -283,8 +282,7 @@ FAMILIES: dict[str, Family] = {
         biases(mlp=True),
         name_of=norm_names,
     ),
-    **RECENT,
-    **VARIANTS,
+    **DECODERS,
     **HYBRIDS,
     **ENCODERS,
     **T5,

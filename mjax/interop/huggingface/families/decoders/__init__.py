@@ -1,1 +1,0 @@
-"""Rows of the table of families: decoders of texts."""
