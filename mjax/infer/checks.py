@@ -28,6 +28,14 @@ def keeps_states(cfg: ModelConfig) -> bool:
     return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
 
 
+def snapshots_of(cfg: ModelConfig, limits: Limits) -> int:
+    """Slots for states that prompts of an equal beginning go on from, beside those of rows.
+
+    0 where bits must not depend on what is cached, as those of a scan depend on its chunks.
+    """
+    return max(limits.rows // 4, 2) if keeps_states(cfg) and not limits.computes_once else 0
+
+
 def longest_window(cfg: ModelConfig) -> int | None:
     """The tokens that a query sees if each attention layer has a window."""
     attention = [BRANCHES[word] for word in cfg.branches if BRANCHES[word].has_heads]

@@ -97,10 +97,6 @@ class GrammarMatcher:
         """Take the last tokens back, as after drafts that were not accepted."""
         self._inner.rollback(count)
 
-    def copy(self) -> "GrammarMatcher":
-        """A matcher in the same state, for another sample of the request."""
-        return GrammarMatcher(self._inner.deep_copy(), self._words)
-
 
 def _said_by(matcher) -> str:
     """The error of a matcher of llguidance in one line."""

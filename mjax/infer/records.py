@@ -78,12 +78,17 @@ class RequestSample:
 
 
 class RowWork(NamedTuple):
-    """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws."""
+    """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws.
+
+    restored, saved: snapshots of its state before and after these tokens; -1: none.
+    """
 
     sample: RequestSample
     first: int
     count: int
     samples: bool
+    restored: int = -1
+    saved: int = -1
 
 
 class TokenUpdate(NamedTuple):
@@ -168,7 +173,7 @@ def flat_ids(
     lanes = []
     for lane in work:
         tokens: list[int] = []
-        for sample, first, count, _ in lane:
+        for sample, first, count, *_ in lane:
             own = sample.tokens.tokens[first + ahead : first + ahead + count]
             tokens += own + [0] * (count - len(own))
         lanes.append(tokens)
@@ -222,7 +227,7 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
     size = len(scores.logprob) // len(work)
     for number, lane in enumerate(work):
         place = number * size
-        for sample, first, count, _ in lane:
+        for sample, first, count, *_ in lane:
             output = sample.request.output
             prompt, most = output.prompt_token_ids, sample.request.params.prompt_logprobs
             known = min(count, len(prompt) - first - 1) if sample.scores_prompt else 0

@@ -459,7 +459,7 @@ def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int, width: 
     longest = max(map(len, rows))
     while width < longest:
         width *= 4
-    table = np.full((len(rows), width), filling, dtype)
+    table = np.full((len(rows), width), empty, dtype)
     for row, entries in zip(table, rows, strict=True):
         row[: len(entries)] = entries
     return table

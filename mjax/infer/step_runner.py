@@ -67,6 +67,7 @@ class StepRunner:
 
     sizes: rows of programs of decoding, and tokens of programs of prefill.
     compiled: programs so far, by the shapes of their inputs.
+    flying: programs whose results the host has not read.
     prefills: programs of prefill that were launched.
     """
 
@@ -85,6 +86,7 @@ class StepRunner:
         batch_invariant: bool,
         donate: bool,
         drafts: int,
+        snapshots: int,
     ):
         self._definition, self._cfg, self._limits = definition, cfg, limits
         self._dtype, self._drafts = jnp.dtype(dtype), drafts
@@ -98,7 +100,7 @@ class StepRunner:
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
-        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
+        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts, snapshots)
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
@@ -111,7 +113,7 @@ class StepRunner:
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
             self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
-        self._flying: deque[Launched] = deque()
+        self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
     def _fill_memory(self) -> None:
@@ -184,11 +186,6 @@ class StepRunner:
 
     # ---- launches --------------------------------------------------------------------------------
 
-    @property
-    def in_flight(self) -> int:
-        """Number of programs whose results the host has not read."""
-        return len(self._flying)
-
     def decode(self, work: Work) -> None:
         """Launch a step of decoding, if there is any work."""
         if not any(work):
@@ -222,12 +219,26 @@ class StepRunner:
         sizes: Sequence[int],
         inputs: Mapping | None = None,
     ) -> None:
-        """Launch a program of prefill."""
+        """Launch a program of prefill, between copies of states from and to snapshots."""
         self.prefills += 1
+        entries = [entry for lane in work for entry in lane]
+        self._copy_states([(entry.sample, entry.restored) for entry in entries], False)
         ids, labels = flat_ids(work, sizes), None
-        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+        if any(entry.sample.scores_prompt for entry in entries):
             labels = flat_ids(work, sizes, ahead=1)
         self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+        self._copy_states([(entry.sample, entry.saved) for entry in entries], True)
+
+    def _copy_states(self, pairs: Sequence[tuple[RequestSample, int]], saves: bool) -> None:
+        """Copy states of samples to their snapshots, or from them; -1: there is none."""
+        rows, more = self.programs.sizes.rows + 1, self.programs.sizes.snapshots
+        for sample, snapshot in pairs:
+            if snapshot >= 0:
+                slots = np.array([rows + snapshot, sample.tokens.slot], np.int32)
+                slots += sample.lane * (rows + more)
+                source, target = slots[::-1] if saves else slots
+                caches = self.programs.copy_states(self._state.caches, source, target)
+                self._state = self._state._replace(caches=caches)
 
     def _launch(self, work: Work, rows: int, given: StepTokens) -> None:
         """Launch a program for the work of all lanes."""
@@ -250,7 +261,7 @@ class StepRunner:
         self._state, *results = program(self._params, self._state, given, records, rules)
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
+        self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
     def program(
         self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
@@ -288,8 +299,8 @@ class StepRunner:
 
     def results(self, all_but: int) -> Iterator[Result]:
         """Yield the results of programs in flight but the last launched ones; waits for them."""
-        while len(self._flying) > all_but:
-            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+        while len(self.flying) > all_but:
+            drawn, scores, samples, version, drafts, work = self.flying.popleft()
             drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
             if scores is not None:
                 read_scores(work, scores)
