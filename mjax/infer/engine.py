@@ -291,7 +291,10 @@ class Engine:
         rows = [sample for sample in rows if sample.may_draft]
         proposed = self._drafter.propose(rows, self._drafts)
         for sample, drafts in zip(rows, proposed, strict=True):
-            sample.tokens.drafts = drafts[: self._drafts]
+            most, matcher = self._drafts, sample.answer.matcher
+            if matcher is not None:
+                most = matcher.allowed_drafts(drafts[:most])
+            sample.tokens.drafts = drafts[:most]
 
     def _work(self, chunk: Chunk) -> RowWork:
         sequence, *others = chunk

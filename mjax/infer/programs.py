@@ -438,7 +438,10 @@ class EnginePrograms:
         return ids, info
 
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
-        """The rows of `draw_tokens`, of each record `each` one after the other."""
+        """The rows of `draw_tokens`, of each record `each` one after the other.
+
+        Of `rules` some parts have that many rows already.
+        """
         settings = {f.name: row[f.name] for f in fields(Sampling)}
         counts = state.counts
         if counts is not None:
@@ -446,7 +449,8 @@ class EnginePrograms:
         rows = DrawRows(settings, row["seed"], row["index"], row["length"], counts, rules)
         if each == 1:
             return rows
-        rows = jax.tree.map(lambda x: jnp.repeat(x, each, 0), rows)
+        count = each * len(row["count"])
+        rows = jax.tree.map(lambda x: jnp.repeat(x, count // len(x), 0), rows)
         after = jnp.arange(len(rows.position), dtype=jnp.int32) % each
         return replace(rows, position=rows.position + after)
 

@@ -55,9 +55,10 @@ class RequestSample:
 
     @property
     def may_draft(self) -> bool:
-        """Whether its next tokens may be guessed: none of its rules depends on the text so far."""
+        """Whether its next tokens may be guessed: its form alone may depend on the text so far."""
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
-        depends = self.answer.waits or self.draws.penalties
+        has_form = self.answer.matcher is not None  # and then no bad words
+        depends = (self.answer.waits and not has_form) or self.draws.penalties
         return self.tokens.sampled and enough and not depends
 
     @property
@@ -240,14 +241,17 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
             place += count
 
 
-def rules_of_rows(places: Sequence[RequestSample | None], vocabulary: int, whole: bool) -> RowRules:
-    """The rules of the rows of a step; None: a row without work. whole: as in `row_rules`."""
-    if not any(sample is not None and sample.has_rules for sample in places):
-        return RowRules()
+def rules_of_rows(
+    places: Sequence[RequestSample | None],
+    vocabulary: int,
+    whole: bool,
+    drafts: np.ndarray | None,
+) -> RowRules:
+    """The rules of the rows of a step; None: a row without work. Others as in `row_rules`."""
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
     flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
-    return row_rules(answers, flying, vocabulary, whole)
+    return row_rules(answers, flying, vocabulary, whole, drafts)
 
 
 def united(kinds: Sequence[Draws]) -> Draws:

@@ -38,7 +38,6 @@ from mjax.infer.records import (
     rules_of_rows,
     united,
 )
-from mjax.infer.requests import row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import fit_twice, form_of, mesh_of, require_weights, take_apart
@@ -136,7 +135,7 @@ class StepRunner:
     def replace_weights(self, params: dict, donate: bool) -> None:
         """Go on with other weights, of which `require_weights` has said that they fit.
 
-        Where this fails, as memory runs out, the old ones stay if there was room for both.
+        If this fails, as memory runs out, the old ones stay where there was room for both.
         """
         if self.has_weights and not fit_twice(self._params):
             self._params = None
@@ -174,15 +173,15 @@ class StepRunner:
             inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         if rules:
-            calls += [(*pair, self._no_rules(len(pair[1])), kind) for *pair, _, kind in calls]
+            calls += [(*pair, self._no_rules(*pair), kind) for *pair, _, kind in calls]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
         self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
 
-    def _no_rules(self, rows: int) -> RowRules:
+    def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
         """All parts of the rules of rows that have none."""
-        return row_rules([None] * rows, [0] * rows, self._cfg.vocab_size, whole=True)
+        return rules_of_rows([None] * len(records), self._cfg.vocab_size, True, given.drafts)
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -252,7 +251,10 @@ class StepRunner:
                     samples[place] = entry.sample
         if self._state is None:
             self._state = self.programs.empty()
-        rules = rules_of_rows(places, self._cfg.vocab_size, self._whole_rules)
+        rules = RowRules()
+        if any(sample is not None and sample.has_rules for sample in places):
+            size, whole = self._cfg.vocab_size, self._whole_rules
+            rules = rules_of_rows(places, size, whole, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:

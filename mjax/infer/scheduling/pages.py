@@ -122,7 +122,7 @@ class PagePool:
     def take_snapshot(self, hash: bytes) -> int:
         """Returns the slot for the state after a page, perhaps that of another snapshot.
 
-        Those whose pages were evicted go first.
+        The first to go is one whose page was evicted.
         """
         slot = self._snapshots.pop(hash, len(self._snapshots))
         if slot == self.snapshots:
