@@ -440,7 +440,7 @@ class EnginePrograms:
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
         """The rows of `draw_tokens`, of each record `each` one after the other.
 
-        Of `rules` some parts have that many rows already.
+        Parts of `rules` may have so many rows already.
         """
         settings = {f.name: row[f.name] for f in fields(Sampling)}
         counts = state.counts
