@@ -120,7 +120,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
     ids before it. `model` is a `Pretrained`. Raises `UserError` for sizes that do not fit."""
     import jax
 
-    from mjax.infer.caches.contiguous import require_decoder
+    from mjax.infer.checks import require_decoder
     from mjax.models.base.context import Context, Kernels, tokens_of
     from mjax.objectives.next_token import NextToken
 

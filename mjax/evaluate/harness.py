@@ -19,7 +19,7 @@ from mjax.checkpoint.base.companion_files import end_ids
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
-from mjax.infer.caches.contiguous import require_decoder
+from mjax.infer.checks import require_decoder
 from mjax.infer.engine import Engine
 from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams

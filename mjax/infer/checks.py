@@ -13,6 +13,22 @@ from mjax.infer.scheduling.scheduler import Limits
 DTYPES = "bfloat16", "float32", "float16"
 
 
+def require_decoder(cfg: ModelConfig) -> None:
+    """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
+    architecture = cfg.architecture
+    if architecture.reads_neighbors:
+        raise UserError(
+            f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
+            "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
+        )
+    if architecture.reads_target or not architecture.generates:
+        raise UserError(
+            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
+            "continues no text and gives a text no probability; use it by mjax.from_pretrained "
+            "(docs/models/encoders.md, docs/models/multimodal.md)"
+        )
+
+
 def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
     """Limits that a model allows: its length, and one prompt at a time where it has states."""
     length = given.length
@@ -26,6 +42,14 @@ def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
 def keeps_states(cfg: ModelConfig) -> bool:
     """Whether a branch keeps a state, which only all tokens before give."""
     return any(BRANCHES[word].role == "recurrent" for word in cfg.branches)
+
+
+def snapshots_of(cfg: ModelConfig, limits: Limits) -> int:
+    """Slots for states that prompts of an equal beginning go on from, beside those of rows.
+
+    0 where bits must not depend on what is cached, as those of a scan depend on its chunks.
+    """
+    return max(limits.rows // 4, 2) if keeps_states(cfg) and not limits.computes_once else 0
 
 
 def longest_window(cfg: ModelConfig) -> int | None:

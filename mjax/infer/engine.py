@@ -22,6 +22,7 @@ from mjax.infer.checks import (
     keeps_states,
     limits_of,
     longest_window,
+    snapshots_of,
 )
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.records import Request, RequestSample, RowWork, TokenUpdate, shown_tokens
@@ -98,9 +99,10 @@ class Engine:
             batch_invariant=batch_invariant,
             donate=donate,
             drafts=drafts,
+            snapshots=snapshots_of(cfg, limits) if cache_prefixes else 0,
         )
         self.programs = self.runner.programs
-        self.lanes = self._empty_lanes(cache_prefixes and not keeps_states(cfg))
+        self.lanes = self._empty_lanes(cache_prefixes)
         self._of_tokens: dict[Tokens, RequestSample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
@@ -111,9 +113,11 @@ class Engine:
 
     def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
         """The schedulers of all lanes, with pools of their own."""
-        pages, window = self.programs.sizes.pages, longest_window(self.cfg)
+        sizes, window = self.programs.sizes, longest_window(self.cfg)
+        cache_prefixes &= sizes.snapshots > 0 or not keeps_states(self.cfg)
+        options = {"cache_prefixes": cache_prefixes, "snapshots": sizes.snapshots}
         count = range(self.programs.lanes)
-        pools = [PagePool(pages, page=PAGE, cache_prefixes=cache_prefixes) for _ in count]
+        pools = [PagePool(sizes.pages, page=PAGE, **options) for _ in count]
         return [Scheduler(self.limits, pool, window) for pool in pools]
 
     # ---- requests --------------------------------------------------------------------------------
@@ -186,20 +190,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do; an engine that is paused or has no weights has not."""
-        return bool(self.runner.in_flight or (self.requests and self._may_launch))
-
-    @property
-    def _may_launch(self) -> bool:
-        return self.runner.has_weights and not self._paused
+        may_launch = self.runner.has_weights and not self._paused
+        return bool(self.runner.flying or (self.requests and may_launch))
 
     def step(self) -> list[TokenUpdate]:
         """Launch the next work of all lanes and return tokens of the work before."""
-        if not self._may_launch:
+        if self._paused or not self.runner.has_weights:
             return self._read(all_but=0)
         found: list[TokenUpdate] = []
         self._guess()
         plans = [self._plan(lane, found) for lane in self.lanes]
-        before = self.runner.in_flight
+        before = len(self.runner.flying)
         decode, prefill = [], []
         for plan in plans:
             # Samples of a plan may have ended since: a later lane may have read all tokens.
@@ -210,7 +211,7 @@ class Engine:
         self.runner.decode(decode)
         self.runner.prefill(prefill)
         # Guesses need all tokens before them.
-        return found + self._read(all_but=0 if self._drafts else self.runner.in_flight - before)
+        return found + self._read(all_but=0 if self._drafts else len(self.runner.flying) - before)
 
     # ---- weights and memory ----------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class Engine:
 
         weights: lets go of them, too; `update_weights` gives others.
         """
-        if self.requests or self.runner.in_flight:
+        if self.requests or self.runner.flying:
             raise UserError("the engine has requests; finish or abort them before it sleeps")
         self.runner.free(weights=weights)
         self._sleeps = True
@@ -290,10 +291,14 @@ class Engine:
         rows = [sample for sample in rows if sample.may_draft]
         proposed = self._drafter.propose(rows, self._drafts)
         for sample, drafts in zip(rows, proposed, strict=True):
-            sample.tokens.drafts = drafts[: self._drafts]
+            most, matcher = self._drafts, sample.answer.matcher
+            if matcher is not None:
+                most = matcher.allowed_drafts(drafts[:most])
+            sample.tokens.drafts = drafts[:most]
 
     def _work(self, chunk: Chunk) -> RowWork:
-        return RowWork(self._of_tokens[chunk.sequence], chunk.first, chunk.count, chunk.samples)
+        sequence, *others = chunk
+        return RowWork(self._of_tokens[sequence], *others)
 
     # ---- results ---------------------------------------------------------------------------------
 

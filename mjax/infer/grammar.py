@@ -88,18 +88,23 @@ class GrammarMatcher:
         bits[: len(found)] = found[: len(bits)]
         return bits
 
+    def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """`mask` now and after each of these tokens, which may come next one after the other."""
+        found = [self.mask()]
+        ahead = GrammarMatcher(self._inner.deep_copy(), self._words) if drafts else self
+        for token in drafts:
+            ahead.advance(token)
+            found.append(ahead.mask())
+        return found
+
+    def allowed_drafts(self, drafts: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        return 0 if self._inner.is_stopped() else self._inner.validate_tokens([*drafts])
+
     def advance(self, token: int) -> None:
         """Add a token that `mask` allows; nothing is added after an error or the end."""
         if not self._inner.is_stopped():
             self._inner.consume_token(token)
-
-    def rollback(self, count: int) -> None:
-        """Take the last tokens back, as after drafts that were not accepted."""
-        self._inner.rollback(count)
-
-    def copy(self) -> "GrammarMatcher":
-        """A matcher in the same state, for another sample of the request."""
-        return GrammarMatcher(self._inner.deep_copy(), self._words)
 
 
 def _said_by(matcher) -> str:

@@ -77,6 +77,7 @@ class PoolSizes(NamedTuple):
 
     eight_bits: whether keys and values are cached in e4m3.
     drafts: guessed tokens of a row that a step of decoding may verify.
+    snapshots: further slots of states, which prompts of an equal beginning go on from.
     """
 
     pages: int
@@ -84,6 +85,7 @@ class PoolSizes(NamedTuple):
     width: int
     eight_bits: bool = False
     drafts: int = 0
+    snapshots: int = 0
 
 
 class StepTokens(NamedTuple):
@@ -140,7 +142,8 @@ def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
                 case Latents():
                     found = PagedLatents(*found)
                 case RecurrentCache():
-                    found = SlotStates(*module.cache(*by_slot))
+                    slots = sizes.rows + 1 + sizes.snapshots
+                    found = SlotStates(*module.cache(of_layer, slots, PAGE, tp))
                 case None:
                     pass
                 case _:
@@ -303,6 +306,25 @@ class EnginePrograms:
 
         return jax.jit(self._counted, donate_argnames="state")
 
+    @functools.cached_property
+    def copy_states(self) -> Callable[..., Caches]:
+        """f(caches, source, target): the caches with a slot's states also in another slot.
+
+        source, target: int32 [], over all lanes.
+        """
+
+        def copied(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
+            def put(cache: object) -> object:
+                if not isinstance(cache, SlotStates):
+                    return cache
+                return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
+
+            return jax.tree.map(put, caches, is_leaf=lambda x: isinstance(x, SlotStates))
+
+        states = self._states(False)
+        shardings = self._shardings(states.caches)
+        return jax.jit(copied, donate_argnums=0, out_shardings=shardings)
+
     def _counted(
         self,
         state: StepState,
@@ -416,7 +438,10 @@ class EnginePrograms:
         return ids, info
 
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
-        """The rows of `draw_tokens`, of each record `each` one after the other."""
+        """The rows of `draw_tokens`, of each record `each` one after the other.
+
+        Parts of `rules` may have so many rows already.
+        """
         settings = {f.name: row[f.name] for f in fields(Sampling)}
         counts = state.counts
         if counts is not None:
@@ -424,7 +449,8 @@ class EnginePrograms:
         rows = DrawRows(settings, row["seed"], row["index"], row["length"], counts, rules)
         if each == 1:
             return rows
-        rows = jax.tree.map(lambda x: jnp.repeat(x, each, 0), rows)
+        count = each * len(row["count"])
+        rows = jax.tree.map(lambda x: jnp.repeat(x, count // len(x), 0), rows)
         after = jnp.arange(len(rows.position), dtype=jnp.int32) % each
         return replace(rows, position=rows.position + after)
 

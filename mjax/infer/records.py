@@ -55,9 +55,10 @@ class RequestSample:
 
     @property
     def may_draft(self) -> bool:
-        """Whether its next tokens may be guessed: none of its rules depends on the text so far."""
+        """Whether its next tokens may be guessed: its form alone may depend on the text so far."""
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
-        depends = self.answer.waits or self.draws.penalties
+        has_form = self.answer.matcher is not None  # and then no bad words
+        depends = (self.answer.waits and not has_form) or self.draws.penalties
         return self.tokens.sampled and enough and not depends
 
     @property
@@ -78,12 +79,17 @@ class RequestSample:
 
 
 class RowWork(NamedTuple):
-    """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws."""
+    """A row of a step: `count` tokens of a sample from `first` on. samples: whether it draws.
+
+    restored, saved: snapshots of its state before and after these tokens; -1: none.
+    """
 
     sample: RequestSample
     first: int
     count: int
     samples: bool
+    restored: int = -1
+    saved: int = -1
 
 
 class TokenUpdate(NamedTuple):
@@ -168,7 +174,7 @@ def flat_ids(
     lanes = []
     for lane in work:
         tokens: list[int] = []
-        for sample, first, count, _ in lane:
+        for sample, first, count, *_ in lane:
             own = sample.tokens.tokens[first + ahead : first + ahead + count]
             tokens += own + [0] * (count - len(own))
         lanes.append(tokens)
@@ -222,7 +228,7 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
     size = len(scores.logprob) // len(work)
     for number, lane in enumerate(work):
         place = number * size
-        for sample, first, count, _ in lane:
+        for sample, first, count, *_ in lane:
             output = sample.request.output
             prompt, most = output.prompt_token_ids, sample.request.params.prompt_logprobs
             known = min(count, len(prompt) - first - 1) if sample.scores_prompt else 0
@@ -235,14 +241,17 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
             place += count
 
 
-def rules_of_rows(places: Sequence[RequestSample | None], vocabulary: int, whole: bool) -> RowRules:
-    """The rules of the rows of a step; None: a row without work. whole: as in `row_rules`."""
-    if not any(sample is not None and sample.has_rules for sample in places):
-        return RowRules()
+def rules_of_rows(
+    places: Sequence[RequestSample | None],
+    vocabulary: int,
+    whole: bool,
+    drafts: np.ndarray | None,
+) -> RowRules:
+    """The rules of the rows of a step; None: a row without work. Others as in `row_rules`."""
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
     flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
-    return row_rules(answers, flying, vocabulary, whole)
+    return row_rules(answers, flying, vocabulary, whole, drafts)
 
 
 def united(kinds: Sequence[Draws]) -> Draws:

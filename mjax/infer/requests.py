@@ -314,11 +314,14 @@ class Matcher(Protocol):
     def is_complete(self) -> bool:
         """Whether the text has its form and no token may follow."""
 
-    def mask(self) -> np.ndarray:
-        """Tokens that may come next, bits uint32 [W]."""
+    def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """Tokens that may come next and after each of these, bits uint32 [W]."""
+
+    def allowed_drafts(self, drafts: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
 
     def advance(self, token: int) -> None:
-        """Add a token that `mask` allowed."""
+        """Add a token that the first of `masks` allowed."""
 
 
 class Answer:
@@ -405,9 +408,14 @@ class Answer:
                 found.append(last)
         return found
 
-    def allowed(self) -> np.ndarray | None:
-        """The tokens that it may draw next, bits uint32 [W]; None: all."""
-        return self.rules.allowed if self.matcher is None else self.matcher.mask()
+    def allowed(self, drafts: Sequence[int] = ()) -> list[np.ndarray]:
+        """The tokens that it may draw next and after each of these, bits uint32 [W]; []: all.
+
+        drafts: tokens that may come next, one after the other.
+        """
+        if self.matcher is not None:
+            return self.matcher.masks(drafts)
+        return [] if self.rules.allowed is None else [self.rules.allowed] * (1 + len(drafts))
 
     def _grown(self, text: str) -> str:
         """Add text to the output, with the rest if it has ended."""
@@ -433,18 +441,27 @@ def text_stream(
 
 
 def row_rules(
-    answers: Sequence[Answer | None], flying: Sequence[int], vocabulary: int, whole: bool = False
+    answers: Sequence[Answer | None],
+    flying: Sequence[int],
+    vocabulary: int,
+    whole: bool = False,
+    drafts: np.ndarray | None = None,
 ) -> RowRules:
     """The rules of rows for their next tokens, in numpy; None: a row without.
 
     flying: of each row, tokens that the host has not read. Widths of lists are rounded up, so that
     few programs are compiled. whole: all parts are given, at one width: a single program.
+    drafts: int32 [R, k], guesses of tokens (`StepTokens`); masks are then [R * (1 + k), W].
     """
     pairs = list(zip(answers, flying, strict=True))
     biases = [dict(row.rules.bias) if row else {} for row in answers]
     bans = [row.banned(count) if row else [] for row, count in pairs]
-    masks = [row.allowed() if row else None for row in answers]
-    given = [mask for mask in masks if mask is not None]
+    guesses = np.empty((len(answers), 0), np.int32) if drafts is None else drafts
+    each = 1 + guesses.shape[1]
+    masks = {}
+    for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
+        found = row.allowed(own[own >= 0].tolist()) if row else []
+        masks |= {number * each + place: mask for place, mask in enumerate(found)}
     ids, values, banned, allowed = None, None, None, None
     width = _MOST if whole else 16
     if whole or any(biases):
@@ -452,10 +469,10 @@ def row_rules(
         values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0, width)
     if whole or any(bans):
         banned = _padded_columns(bans, np.int32, -1, width)
-    if whole or given:
-        allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
-        for row, mask in enumerate(masks):
-            allowed[row] = allowed[row] if mask is None else mask
+    if whole or masks:
+        allowed = np.full((guesses.size + len(answers), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+        for place, mask in masks.items():
+            allowed[place] = mask
     return RowRules(ids, values, allowed, banned)
 
 

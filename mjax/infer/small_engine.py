@@ -78,8 +78,8 @@ class DraftModel:
     """Guesses of a smaller model of the same vocabulary: `Engine(.., drafter=DraftModel(small))`.
 
     The small engine should have as many rows, and pages for their texts. Its prefix cache has the
-    full pages of a text, so a guess computes no more than the rest of it anew. Models with
-    recurrent layers have no such cache.
+    full pages of a text, so a guess computes no more than the rest of it anew. In models with
+    recurrent layers it may be more.
     """
 
     def __init__(self, engine: Engine):

@@ -38,7 +38,6 @@ from mjax.infer.records import (
     rules_of_rows,
     united,
 )
-from mjax.infer.requests import row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import fit_twice, form_of, mesh_of, require_weights, take_apart
@@ -67,6 +66,7 @@ class StepRunner:
 
     sizes: rows of programs of decoding, and tokens of programs of prefill.
     compiled: programs so far, by the shapes of their inputs.
+    flying: programs whose results the host has not read.
     prefills: programs of prefill that were launched.
     """
 
@@ -85,6 +85,7 @@ class StepRunner:
         batch_invariant: bool,
         donate: bool,
         drafts: int,
+        snapshots: int,
     ):
         self._definition, self._cfg, self._limits = definition, cfg, limits
         self._dtype, self._drafts = jnp.dtype(dtype), drafts
@@ -98,7 +99,7 @@ class StepRunner:
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
-        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts)
+        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts, snapshots)
         of_model = definition, cfg, mesh_of(params), self._dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
@@ -111,7 +112,7 @@ class StepRunner:
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
             self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
-        self._flying: deque[Launched] = deque()
+        self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
     def _fill_memory(self) -> None:
@@ -134,7 +135,7 @@ class StepRunner:
     def replace_weights(self, params: dict, donate: bool) -> None:
         """Go on with other weights, of which `require_weights` has said that they fit.
 
-        Where this fails, as memory runs out, the old ones stay if there was room for both.
+        If this fails, as memory runs out, the old ones stay where there was room for both.
         """
         if self.has_weights and not fit_twice(self._params):
             self._params = None
@@ -172,22 +173,17 @@ class StepRunner:
             inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
         calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
         if rules:
-            calls += [(*pair, self._no_rules(len(pair[1])), kind) for *pair, _, kind in calls]
+            calls += [(*pair, self._no_rules(*pair), kind) for *pair, _, kind in calls]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
         self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
 
-    def _no_rules(self, rows: int) -> RowRules:
+    def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
         """All parts of the rules of rows that have none."""
-        return row_rules([None] * rows, [0] * rows, self._cfg.vocab_size, whole=True)
+        return rules_of_rows([None] * len(records), self._cfg.vocab_size, True, given.drafts)
 
     # ---- launches --------------------------------------------------------------------------------
-
-    @property
-    def in_flight(self) -> int:
-        """Number of programs whose results the host has not read."""
-        return len(self._flying)
 
     def decode(self, work: Work) -> None:
         """Launch a step of decoding, if there is any work."""
@@ -222,12 +218,26 @@ class StepRunner:
         sizes: Sequence[int],
         inputs: Mapping | None = None,
     ) -> None:
-        """Launch a program of prefill."""
+        """Launch a program of prefill, between copies of states from and to snapshots."""
         self.prefills += 1
+        entries = [entry for lane in work for entry in lane]
+        self._copy_states([(entry.sample, entry.restored) for entry in entries], False)
         ids, labels = flat_ids(work, sizes), None
-        if any(entry.sample.scores_prompt for lane in work for entry in lane):
+        if any(entry.sample.scores_prompt for entry in entries):
             labels = flat_ids(work, sizes, ahead=1)
         self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+        self._copy_states([(entry.sample, entry.saved) for entry in entries], True)
+
+    def _copy_states(self, pairs: Sequence[tuple[RequestSample, int]], saves: bool) -> None:
+        """Copy states of samples to their snapshots, or from them; -1: there is none."""
+        rows, more = self.programs.sizes.rows + 1, self.programs.sizes.snapshots
+        for sample, snapshot in pairs:
+            if snapshot >= 0:
+                slots = np.array([rows + snapshot, sample.tokens.slot], np.int32)
+                slots += sample.lane * (rows + more)
+                source, target = slots[::-1] if saves else slots
+                caches = self.programs.copy_states(self._state.caches, source, target)
+                self._state = self._state._replace(caches=caches)
 
     def _launch(self, work: Work, rows: int, given: StepTokens) -> None:
         """Launch a program for the work of all lanes."""
@@ -241,7 +251,10 @@ class StepRunner:
                     samples[place] = entry.sample
         if self._state is None:
             self._state = self.programs.empty()
-        rules = rules_of_rows(places, self._cfg.vocab_size, self._whole_rules)
+        rules = RowRules()
+        if any(sample is not None and sample.has_rules for sample in places):
+            size, whole = self._cfg.vocab_size, self._whole_rules
+            rules = rules_of_rows(places, size, whole, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
         if draws.penalties:
@@ -250,7 +263,7 @@ class StepRunner:
         self._state, *results = program(self._params, self._state, given, records, rules)
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self._flying.append(Launched(*results, samples, self.version, given.drafts, work))
+        self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
     def program(
         self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
@@ -288,8 +301,8 @@ class StepRunner:
 
     def results(self, all_but: int) -> Iterator[Result]:
         """Yield the results of programs in flight but the last launched ones; waits for them."""
-        while len(self._flying) > all_but:
-            drawn, scores, samples, version, drafts, work = self._flying.popleft()
+        while len(self.flying) > all_but:
+            drawn, scores, samples, version, drafts, work = self.flying.popleft()
             drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
             if scores is not None:
                 read_scores(work, scores)

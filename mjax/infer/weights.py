@@ -102,8 +102,8 @@ def fit_twice(params: dict) -> bool:
     """Whether memory has room for other parameters beside these; True where it is not known."""
     stats = memory_of(params)
     shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(params)]
-    needed = sum(shard.nbytes for shard in shards)
-    return not stats or stats["bytes_limit"] - stats["bytes_in_use"] > needed
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return not stats or free > sum(shard.nbytes for shard in shards)
 
 
 def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.caches.contiguous import require_decoder
+from mjax.infer.checks import require_decoder
 from mjax.infer.records import holding
 from mjax.models.towers.tiles import CORNERS, PADDING, Tiled
 

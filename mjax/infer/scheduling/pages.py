@@ -50,19 +50,25 @@ class PagePool:
 
     - page: tokens of a page.
     - cache_prefixes: False gives no page a hash, so none is shared.
+    - snapshots: slots for states after cached pages, in a model whose layers have states: of its
+      pages none is shared without the state after them. 0: it has no states.
     - generation: how often the weights have changed.
     """
 
-    def __init__(self, pages: int, *, page: int = 64, cache_prefixes: bool = True):
+    def __init__(
+        self, pages: int, *, page: int = 64, cache_prefixes: bool = True, snapshots: int = 0
+    ):
         if pages < 2:
             raise UserError(f"a cache of {pages} pages has no page for tokens: give it at least 2")
         self.pages, self.page, self.cache_prefixes = pages, page, cache_prefixes
+        self.snapshots = snapshots
         self.generation = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._references: dict[int, int] = {}  # sequences that use a page
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest first
         self._hashes: dict[int, bytes] = {}  # of cached pages and of some in use
         self._homes: dict[bytes, int] = {}  # the inverse
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # slots, longest unused first
 
     @property
     def free(self) -> int:
@@ -98,6 +104,32 @@ class PagePool:
         taken = [self._free.pop() for _ in range(count)]
         self._references.update(dict.fromkeys(taken, 1))
         return taken
+
+    def known(self, hashes: Sequence[bytes]) -> int:
+        """Returns the number of pages of the longest known beginning."""
+        unknown = (number for number, hash in enumerate(hashes) if hash not in self._homes)
+        return next(unknown, len(hashes))
+
+    def last_snapshot(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Returns (pages up to the last one that has a snapshot, its slot); (0, -1): none has."""
+        for number in range(len(hashes), 0, -1):
+            hash = hashes[number - 1]
+            if hash in self._snapshots:
+                self._snapshots.move_to_end(hash)
+                return number, self._snapshots[hash]
+        return 0, -1
+
+    def take_snapshot(self, hash: bytes) -> int:
+        """Returns the slot for the state after a page, perhaps that of another snapshot.
+
+        The first to go is one whose page was evicted.
+        """
+        slot = self._snapshots.pop(hash, len(self._snapshots))
+        if slot == self.snapshots:
+            useless = (old for old in self._snapshots if old not in self._homes)
+            slot = self._snapshots.pop(next(useless, next(iter(self._snapshots))))
+        self._snapshots[hash] = slot
+        return slot
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Takes references to the pages of the longest known beginning and returns them."""
@@ -141,5 +173,5 @@ class PagePool:
         """Drops all hashes, after the weights have changed. Pages in use stay in use."""
         self.generation += 1
         self._free += self._idle
-        for by_key in (self._idle, self._hashes, self._homes):
+        for by_key in (self._idle, self._hashes, self._homes, self._snapshots):
             by_key.clear()

@@ -19,6 +19,7 @@ Invariants, for a running sequence between two plans:
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from mjax.errors import UserError
 from mjax.infer.scheduling.pages import NULL_PAGE, PagePool, chain
@@ -88,6 +89,8 @@ class Sequence:
     - hashes: of its full pages. The first `published` of them are known to the pool.
     - passed: pages that have left the window.
     - generation: `PagePool.generation` at its admission.
+    - border: where a chunk ends, as other prompts go on differently there, and the state is kept.
+    - restored: the snapshot that its first chunk begins with, else -1.
     """
 
     id: int
@@ -113,23 +116,27 @@ class Sequence:
     published: int = 0
     passed: int = 0
     generation: int = 0
+    border: int = 0
+    restored: int = -1
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
         self.tokens = list(self.tokens)  # samples of one request must not share their outputs
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens first .. first + count - 1 of a sequence, whose cache entries a step computes.
 
     - samples: True if they end at the last known token and the sequence wants another.
+    - restored, saved: snapshots of the state before and after them, -1: none.
     """
 
     sequence: Sequence
     first: int
     count: int
     samples: bool
+    restored: int = -1
+    saved: int = -1
 
 
 @dataclass
@@ -197,10 +204,6 @@ class Scheduler:
             self._dequeue(sequence)
         elif sequence.slot >= 0:
             self._stop(sequence)
-
-    def abort(self, sequence: Sequence) -> None:
-        """Ends a sequence whose client has left, as `finish` does."""
-        self.finish(sequence)
 
     def read(self, sequence: Sequence, token: int, *, after_draft: bool = False) -> None:
         """Notes a sample that the host has read; one of an ended sequence is dropped.
@@ -288,11 +291,16 @@ class Scheduler:
         count = count if sequence.whole else min(room, count)
         if not count:
             return room
-        first = sequence.computed
+        first, restored = sequence.computed, sequence.restored
+        if first < sequence.border:
+            count = min(count, sequence.border - first)
         sequence.computed += count
+        sequence.restored = saved = -1
+        if sequence.computed == sequence.border and sequence.generation == self.pool.generation:
+            saved = self.pool.take_snapshot(sequence.hashes[sequence.border // self.pool.page - 1])
         sequence.sampled = sequence.computed == known < sequence.limit
         sequence.flying += sequence.sampled
-        plan.chunks.append(Chunk(sequence, first, count, sequence.sampled))
+        plan.chunks.append(Chunk(sequence, first, count, sequence.sampled, restored, saved))
         return 0 if self.limits.prefill_alone or sequence.whole else room - count
 
     def _admit(self, plan: Plan, room: int) -> None:
@@ -340,13 +348,17 @@ class Scheduler:
         if self.limits.computes_once:
             needed = self._most_pages(sequence)
         reserve += self._may_grow(sequence, needed)
-        hits = pool.match(hashes)
+        known = usable = pool.known(hashes)
+        if pool.snapshots:
+            usable, sequence.restored = pool.last_snapshot(hashes[:known])
+        hits = pool.match(hashes[:usable])
         if needed - len(hits) + reserve > pool.available:
             pool.release(hits)
             return False
         sequence.pages = hits + pool.take(needed - len(hits))
         sequence.computed = len(hits) * pool.page
         sequence.published = len(hits)
+        sequence.border = known * pool.page if known > usable else 0
         sequence.generation = pool.generation
         if not sequence.admissions:
             sequence.hits = sequence.computed

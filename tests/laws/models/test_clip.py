@@ -17,7 +17,7 @@ from mjax.config import load
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.errors import UserError
-from mjax.infer.caches.contiguous import require_decoder
+from mjax.infer.checks import require_decoder
 from mjax.models import build
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part

@@ -138,10 +138,14 @@ def emptied(given: Engine, chunk: int = CHUNK, pages: int = PAGES) -> Engine:
         given.abort(left)
     limits = replace(given.limits, chunk=chunk)
     given.lanes = [
-        Scheduler(limits, PagePool(pages, page=PAGE, cache_prefixes=old.pool.cache_prefixes), seen)
-        for old, seen in ((lane, lane.window) for lane in given.lanes)
+        Scheduler(limits, emptied_pool(lane.pool, pages), lane.window) for lane in given.lanes
     ]
     return given
+
+
+def emptied_pool(pool: PagePool, pages: int) -> PagePool:
+    kept = {"cache_prefixes": pool.cache_prefixes, "snapshots": pool.snapshots}
+    return PagePool(pages, page=PAGE, **kept)
 
 
 @dataclass(frozen=True)

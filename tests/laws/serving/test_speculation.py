@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, RequestSample
@@ -14,7 +15,8 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from mjax.infer.small_engine import DraftModel
-from tests.laws.serving.kinds import PAGE, VOCAB, with_few_programs
+from tests.laws.serving.kinds import PAGE, VOCAB, Ask, make_engine, tokens_of, with_few_programs
+from tests.laws.serving.kinds import served as served_all
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import quick, slow
 
@@ -159,6 +161,26 @@ def test_rules_that_depend_on_the_text_exclude_drafts(monkeypatch):
     assert given.verified == 0
     served(given, [([1], SamplingParams(max_tokens=6, min_tokens=3))])
     assert given.verified == 2  # of the fourth and the fifth token; the sixth has no room
+
+
+def test_a_form_takes_guesses_and_stays_the_same():
+    """Also guesses that it forbids, and those after which it is complete."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer("byte")
+    forms = "(ab|cd){9}e", "x{12}(y|z){9}", "[a-d]{20}"
+    how = [{}, {"temperature": 1.0, "seed": 3}]
+    asks = [
+        Ask([65], SamplingParams(max_tokens=40, structured={"regex": form}, **more))
+        for form in forms
+        for more in how
+    ]
+    asks.append(Ask([7, 8, 7, 8], SamplingParams(max_tokens=20, logit_bias={7: 50.0, 8: 50.0})))
+    texts = []
+    for drafts in (0, DRAFTS):
+        options = {"tokenizer": tokenizer, "eos": (tokenizer.eod_id,), "drafts": drafts}
+        given = make_engine("bytes", **options)
+        texts.append(tokens_of(served_all(given, asks)))
+    assert texts[0] == texts[1] and given.accepted > 20
 
 
 def test_an_end_among_right_drafts_ends_the_text(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from mjax.data.base.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
-from mjax.infer.requests import Answer, SamplingParams, Structured, token_rules
+from mjax.infer.requests import Answer, SamplingParams, Structured, bits_of, token_rules
 
 pytest.importorskip("llguidance")
 from mjax.infer.grammar import Grammars  # noqa: E402
@@ -80,20 +80,20 @@ def test_a_grammar_of_rules_is_followed(grammars):
         assert text == "(" * depth + "x" + ")" * depth
 
 
-def test_drafts_are_taken_back(grammars):
+def test_guesses_are_looked_at_and_not_taken(grammars):
     found, tokenizer = grammars
-    matcher = found.matcher(Structured(regex="abcd"))
+    matcher, end = found.matcher(Structured(regex="abcd")), tokenizer.eod_id
     ids = [tokenizer.encode(letter)[0] for letter in "abcd"]
-    other, start = matcher.copy(), matcher.mask()
-    for id in ids[:3]:
-        matcher.advance(id)
-    assert allowed_by(matcher).tolist() == [ids[3]] and not matcher.is_complete
-    matcher.rollback(3)
-    np.testing.assert_array_equal(matcher.mask(), start)
+    counts = [matcher.allowed_drafts(given) for given in ([], ids, ids[:2] * 2, ids[1:])]
+    assert counts == [0, 4, 2, 0]
+    masks = matcher.masks([*ids, end])
+    wanted = [bits_of([id], 32 * found._words) for id in [*ids, end, end]]
+    np.testing.assert_array_equal(masks, wanted)
+    np.testing.assert_array_equal(matcher.mask(), masks[0])
     for id in ids:
-        other.advance(id)
-    assert other.is_complete and allowed_by(other).tolist() == [tokenizer.eod_id]
-    np.testing.assert_array_equal(matcher.mask(), start)
+        matcher.advance(id)
+    assert matcher.is_complete and allowed_by(matcher).tolist() == [end]
+    assert not matcher.allowed_drafts([end])
 
 
 def test_a_matcher_that_gives_up_ends_its_sample(grammars):

@@ -131,6 +131,21 @@ def test_forgotten_pages_are_free_and_those_in_use_stay():
     assert pool.free == 5
 
 
+def test_snapshots_without_pages_go_first_then_those_unused_for_longest():
+    pool = PagePool(6, page=2, snapshots=2)
+    pages, hashes = published(pool, [1] * 4)
+    assert pool.last_snapshot(hashes) == (0, -1)
+    slots = [pool.take_snapshot(hash) for hash in hashes]
+    assert sorted(slots) == [0, 1] and pool.last_snapshot(hashes) == (2, slots[1])
+    assert pool.last_snapshot(hashes[:1]) == (1, slots[0])  # now used later than the other
+    assert pool.take_snapshot(b"new") == slots[1]
+    assert pool.last_snapshot(hashes) == (1, slots[0])
+    assert pool.take_snapshot(hashes[1]) == slots[1], "no page has the hash of the new one"
+    assert pool.take_snapshot(hashes[1]) == slots[1], "one place for one state"
+    pool.forget()
+    assert pool.last_snapshot(hashes) == (0, -1) and pool.take_snapshot(hashes[0]) == 0
+
+
 def test_a_page_released_twice_is_an_error():
     pool = PagePool(4)
     pages = pool.take(2)

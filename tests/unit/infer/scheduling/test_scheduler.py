@@ -17,8 +17,8 @@ from tests.unit.infer.scheduling.toy import END, Toy, sample
 PAGE = 4
 
 
-def build(pages=40, page=PAGE, window=None, cache_prefixes=True, **limits) -> Toy:
-    pool = PagePool(pages, page=page, cache_prefixes=cache_prefixes)
+def build(pages=40, page=PAGE, window=None, cache_prefixes=True, snapshots=0, **limits) -> Toy:
+    pool = PagePool(pages, page=page, cache_prefixes=cache_prefixes, snapshots=snapshots)
     return Toy(Scheduler(Limits(**limits), pool, window))
 
 
@@ -58,7 +58,8 @@ class Operations:
 
     def step(self) -> None:
         for sequence in self.toy.scheduler.running.values():
-            if sequence.waits and sequence.sampled and not sequence.flying:
+            may_draft = sequence.waits and not self.toy.pool.snapshots
+            if may_draft and sequence.sampled and not sequence.flying:
                 sequence.drafts = self.guess(sequence)
         self.toy.step()
 
@@ -84,6 +85,7 @@ class Operations:
 
 
 def random_engine(draw) -> Toy:
+    snapshots = draw(1, 4) if draw(0, 2) == 0 else 0
     return build(
         pages=draw(2, draw(12, 50)),
         page=draw(1, draw(1, 4)),
@@ -94,7 +96,8 @@ def random_engine(draw) -> Toy:
         chunk=draw(1, 24),
         length=50,
         queued=9,
-        prefill_alone=draw(0, 3) == 0,
+        prefill_alone=snapshots > 0 or draw(0, 3) == 0,
+        snapshots=snapshots,
     )
 
 
@@ -159,7 +162,7 @@ def test_random_operations_keep_every_law(operations):
     """Each token reads its own history, each sequence ends, pages are counted (`Toy`)."""
     source = random.Random(operations)
     names = ["add", "step", "read", "abort", "forget"]
-    done = preemptions = hits = drafted = 0
+    done = preemptions = hits = drafted = restored = 0
     while done < operations:
         toy = random_engine(source.randint)
         run = Operations(toy, source.randint)
@@ -170,9 +173,10 @@ def test_random_operations_keep_every_law(operations):
         toy.finish()
         preemptions += toy.preemptions
         drafted += toy.drafted
+        restored += toy.restored
         hits += sum(sequence.hits for sequence in toy.clients)
     assert preemptions > operations / 1000 and hits > operations / 20
-    assert drafted > operations / 100
+    assert drafted > operations / 100 and restored > operations / 1000
 
 
 def add(toy: Toy, tokens, new=4, **fields) -> Sequence:
@@ -220,6 +224,23 @@ def test_models_with_recurrent_layers_prefill_one_request_a_step():
     one, other = add(toy, [1] * 5), add(toy, [2] * 5)
     assert [[c.sequence for c in toy.step().chunks] for _ in range(2)] == [[one], [other]]
     toy.finish()
+
+
+def test_a_state_is_kept_where_prompts_part_and_the_next_ones_go_on_from_it():
+    toy = build(prefill_alone=True, snapshots=1)
+    shared = [7] * 9  # two pages and a token
+    found = []
+    for last in (1, 2, 3, 3, 3):
+        sequence = add(toy, [*shared, *[last] * 8])
+        while sequence.slot >= 0 or sequence.queued:
+            step(toy)
+        found.append((sequence.hits, toy.computed[sequence]))
+    # The second one keeps the state after two pages, the fourth that after four in its place.
+    assert found == [(0, 17), (0, 17), (8, 9), (8, 9), (16, 1)]
+    toy.forget()
+    sequence = add(toy, [*shared, 3])
+    toy.finish()
+    assert sequence.hits == 0
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
@@ -442,7 +463,7 @@ def test_abort_in_every_state(state):
     if sequence is None:
         sequence = Sequence(99, [7] * 5, 12)
         if state == "new":
-            return toy.scheduler.abort(sequence)
+            return toy.scheduler.finish(sequence)
         toy.add(sequence)
     for _ in range({"prefill": 1, "flying": 3}.get(state, 0)):
         toy.step()

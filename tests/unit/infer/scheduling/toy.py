@@ -48,6 +48,9 @@ class Toy:
         self.computed = Counter()  # prompt tokens by sequence
         self.preemptions = self.drafted = 0
         self.weights = 0  # their version
+        self.states: dict[int, int] = {}  # of slots: the entry of the last token
+        self.snapshots: dict[int, int] = {}
+        self.restored = 0
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -55,7 +58,7 @@ class Toy:
         self.clients[sequence] = Client(sequence, prompt, list(prompt))
 
     def abort(self, sequence: Sequence) -> None:
-        self.scheduler.abort(sequence)
+        self.scheduler.finish(sequence)
         self.clients[sequence].has_ended = True
 
     def forget(self) -> None:
@@ -143,6 +146,8 @@ class Toy:
             self._write(self.clients[sequence], first, first + count)
         for sequence, first, count, _ in work:
             self._check_reads(self.clients[sequence], first, first + count)
+        if self.pool.snapshots:
+            self._follow_states(plan)
         for sequence, first, count, samples in work:
             client = self.clients[sequence]
             if samples:
@@ -151,6 +156,21 @@ class Toy:
                 self.in_flight.append((client, kept))
             elif first + count == sequence.limit:
                 self.in_flight.append((client, []))
+
+    def _follow_states(self, plan: Plan) -> None:
+        """The state that a row goes on from is that after its last token."""
+        rows = [(sequence, sequence.computed - 1, 1, -1, -1) for sequence in plan.decode]
+        rows += [(c.sequence, c.first, c.count, c.restored, c.saved) for c in plan.chunks]
+        for sequence, first, count, restored, saved in rows:
+            slot, entries = sequence.slot, self.clients[sequence].entries
+            if restored >= 0:
+                self.states[slot] = self.snapshots[restored]
+                self.restored += 1
+            assert not first or self.states[slot] == entries[first - 1]
+            self.states[slot] = entries[first + count - 1]
+            if saved >= 0:
+                assert saved < self.pool.snapshots
+                self.snapshots[saved] = self.states[slot]
 
     def _draw(self, client: Client, drafts: list[int]) -> list[int]:
         """Draws after the tokens and after each right draft, whose entries stay."""

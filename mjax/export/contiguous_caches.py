@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
 from mjax.models.base.branch import CacheSpec, cache_specs
 from mjax.models.base.context import Context, Kernels, NewTokens, tokens_of
 from mjax.models.decoder import Decoder
@@ -33,22 +32,6 @@ class KVCache:
 
     layers: Caches
     lengths: jax.Array
-
-
-def require_decoder(cfg: ModelConfig) -> None:
-    """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
-    architecture = cfg.architecture
-    if architecture.reads_neighbors:
-        raise UserError(
-            f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
-            "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
-        )
-    if architecture.reads_target or not architecture.generates:
-        raise UserError(
-            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
-            "continues no text and gives a text no probability; use it by mjax.from_pretrained "
-            "(docs/models/encoders.md, docs/models/multimodal.md)"
-        )
 
 
 def empty_cache(
