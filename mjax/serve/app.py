@@ -21,23 +21,23 @@ from starlette.responses import Response
 import mjax
 from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
-from mjax.serve.chat import add_chat
-from mjax.serve.completions import add_completions
-from mjax.serve.engines import Engines
-from mjax.serve.limits import ApiOptions, Door, json_reply
-from mjax.serve.metrics import ApiMetrics
-from mjax.serve.models import add_embeddings, add_models, add_tokenizer
-from mjax.serve.operations import add_administration, add_health
-from mjax.serve.prompts import Prompts
+from mjax.serve.api.chat import add_chat
+from mjax.serve.api.completions import add_completions
+from mjax.serve.api.limits import ApiOptions, Door, json_reply
+from mjax.serve.api.metrics import ApiMetrics
+from mjax.serve.api.models import add_embeddings, add_models, add_tokenizer
+from mjax.serve.api.operations import add_administration, add_health
+from mjax.serve.api.prompts import PromptMaker
+from mjax.serve.api.rollouts import add_rollouts
+from mjax.serve.api.service import Service
+from mjax.serve.base.engines import Engines
 from mjax.serve.protocol.errors import ApiError, error_of_fields
-from mjax.serve.rollouts import add_rollouts
-from mjax.serve.service import Service
 
 
 def make_app(engines: Engines, options: ApiOptions = ApiOptions()) -> FastAPI:  # noqa: B008
     """The application of engines that are ready."""
     metrics = ApiMetrics(engines.facts.name)
-    service = Service(engines, options, metrics, Prompts(engines, options.threads))
+    service = Service(engines, options, metrics, PromptMaker(engines, options))
     app = FastAPI(title="mjax", version=mjax.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.router.redirect_slashes = False

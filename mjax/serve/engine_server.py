@@ -24,8 +24,8 @@ import zmq
 from mjax.errors import UserError, first_line
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, RequestSample, TokenUpdate
-from mjax.serve import wire
-from mjax.serve.wire import Abort, Add, Call, Hello, Leave
+from mjax.serve.base import wire
+from mjax.serve.base.wire import Abort, Add, Call, Hello, Leave
 
 IDLE = 0.1  # seconds between two looks at what has changed, while nothing is to be done
 Work = Callable[..., dict[str, Any] | None]  # what a command does between two steps

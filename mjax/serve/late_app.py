@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.limits import ApiOptions, json_reply
 from mjax.serve.app import make_app
-from mjax.serve.engines import Engines
-from mjax.serve.limits import ApiOptions, json_reply
+from mjax.serve.base.engines import Engines
 from mjax.serve.options import ServeOptions
 from mjax.serve.protocol.errors import ApiError
 
@@ -55,4 +55,5 @@ class LateApp:
             named = {field.name for field in dataclasses.fields(ApiOptions)}
             tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
             options = {name: value for name, value in tuples.items() if name in named}
+            options["chat_template"] = self._options.chat_template
             self._app = make_app(engines, ApiOptions(**options))

@@ -24,9 +24,9 @@ from mjax.infer.weights import form_of, require_weights, usual_dtype
 from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.interop.sources import source_of
+from mjax.serve.base.wire import ImageFacts, ModelFacts
 from mjax.serve.engine_server import EngineServer, Work
 from mjax.serve.options import ServeOptions
-from mjax.serve.wire import ImageFacts, ModelFacts
 from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 

@@ -4,22 +4,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from mjax.serve.protocol.sampling_fields import Fields, SamplingFields
+from mjax.serve.protocol.sampling_fields import JsonObject, SamplingFields
 
 
-class Open(Fields):
+class Open(JsonObject):
     """An object that keeps fields with other names, which templates may read."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ImageUrl(Open):
-    """Where an image is: a data: URL."""
+    """The place of an image: a data: URL."""
 
     url: str
 
 
-class Part(Open):
+class MessagePart(Open):
     """A part of a message: text, or an image."""
 
     type: str
@@ -31,7 +31,7 @@ class Message(Open):
     """One message of a conversation."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -50,13 +50,13 @@ class Tool(Open):
     function: Function
 
 
-class FunctionName(Fields):
+class FunctionName(JsonObject):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Fields):
+class NamedTool(JsonObject):
     """The tool that has to be called."""
 
     type: Literal["function"] = "function"

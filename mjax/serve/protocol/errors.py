@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from mjax.errors import UserError
 
 _SOURCES = re.compile(r"^(?:(?:SamplingParams|Structured|sampling): )+")
-_NAME = re.compile(r"[a-z_]+(?=(\.\w+)*[:=])|[a-z_]+_[a-z_]+\b|(stop|structured|n)\b")
+_FIELD_NAME = re.compile(r"[a-z_]+(?=(\.\w+)*[:=])|[a-z_]+_[a-z_]+\b|(stop|structured|n)\b")
 # Members of unions and validators, which pydantic puts among the names of fields.
 _NO_FIELD = re.compile(r"\W|^(str|int|bool|float|dict|list|[A-Z]\w*)$")
 
@@ -40,7 +40,7 @@ class ApiError(HTTPException):
 def error_of_user(error: UserError, param: str | None = None) -> ApiError:
     """Status 400 for what the engine refuses, which begins with the name of a field."""
     message = " ".join(_SOURCES.sub("", str(error)).split())
-    found = _NAME.match(message)
+    found = _FIELD_NAME.match(message)
     return ApiError(400, message, param or (found[0] if found else None))
 
 
@@ -51,7 +51,7 @@ def error_of_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     names = [name for name in names if not _NO_FIELD.search(name)] or None
     param = ".".join(names)[:200] if names else None
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    if names is None and (named := _NAME.match(message)):
+    if names is None and (named := _FIELD_NAME.match(message)):
         param = named[0]
     if first["type"] == "extra_forbidden":
         message = "there is no such field"

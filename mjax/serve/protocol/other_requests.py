@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mjax.serve.protocol.chat_request import Message, Tool
-from mjax.serve.protocol.sampling_fields import Fields, StreamOptions
+from mjax.serve.protocol.sampling_fields import JsonObject, StreamOptions
 
 
-class EmbeddingRequest(Fields):
+class EmbeddingRequest(JsonObject):
     """Texts or ids to embed; pooling and normalize replace the server's own."""
 
     input: str | list[str] | list[int] | list[list[int]]
@@ -21,7 +21,7 @@ class EmbeddingRequest(Fields):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(JsonObject):
     """A text or a conversation to turn into ids."""
 
     model: str | None = None
@@ -35,14 +35,14 @@ class TokenizeRequest(Fields):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(JsonObject):
     """Ids to turn into a text."""
 
     model: str | None = None
     tokens: list[int]
 
 
-class GenerateRequest(Fields):
+class GenerateRequest(JsonObject):
     """Ids to continue, for callers that keep to ids; sampling_params has the engine's names."""
 
     token_ids: list[int]
@@ -56,7 +56,7 @@ class GenerateRequest(Fields):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
-class AdapterRequest(Fields):
+class AdapterRequest(JsonObject):
     """An adapter to load or unload; vLLM's names are lora_name and lora_path."""
 
     name: Annotated[str, Field(min_length=1, max_length=256, alias="lora_name")]
@@ -67,13 +67,13 @@ class AdapterRequest(Fields):
     load_inplace: bool | None = None
 
 
-class WeightsRequest(Fields):
-    """Where new weights are; null: where those of now came from."""
+class WeightsRequest(JsonObject):
+    """The place of new weights; null: of those that are served."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
 
 
-class AbortRequest(Fields):
+class AbortRequest(JsonObject):
     """Ids of replies to end, or all that this process of HTTP serves."""
 
     request_ids: list[str] = []

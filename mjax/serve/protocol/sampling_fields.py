@@ -1,4 +1,4 @@
-"""Fields that requests for text share: OpenAI's names and vLLM's further ones.
+"""JsonObject that requests for text share: OpenAI's names and vLLM's further ones.
 
 `SamplingParams` checks values; here stand types and names. A field that clients send and that
 changes no token is dropped, as is any that is null. Another unknown one is an error with its name.
@@ -18,13 +18,13 @@ HARMLESS = frozenset(
     modalities verbosity spaces_between_special_tokens guided_decoding_backend stream_interval
     """.split()
 )
-# Fields of `SamplingParams` that have the same name in a request.
+# JsonObject of `SamplingParams` that have the same name in a request.
 _SAME = """n temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
 seed min_tokens stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens
 bad_words logit_bias allowed_token_ids prompt_logprobs priority cache_salt""".split()
 
 
-class Fields(BaseModel):
+class JsonObject(BaseModel):
     """A JSON object of a request."""
 
     model_config = ConfigDict(
@@ -45,7 +45,7 @@ class Fields(BaseModel):
         }
 
 
-class StreamOptions(Fields):
+class StreamOptions(JsonObject):
     """include_usage: one last chunk with the usage; continuous_usage_stats: in each chunk."""
 
     include_usage: bool | None = None
@@ -53,7 +53,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(Fields):
+class JsonSchema(JsonObject):
     """The schema of `response_format`."""
 
     name: str | None = None
@@ -62,14 +62,14 @@ class JsonSchema(Fields):
     strict: bool | None = None
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(JsonObject):
     """text, any JSON object, or JSON of a schema."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(JsonObject):
     """vLLM's form of a text: one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -81,7 +81,7 @@ class StructuredOutputs(Fields):
 
 _Same = create_model(
     "_Same",
-    __base__=Fields,
+    __base__=JsonObject,
     **{
         name: (field.rebuild_annotation() | None, None)
         for name, field in SamplingParams.model_fields.items()
@@ -123,7 +123,7 @@ class SamplingFields(_Same):
         return self
 
     def params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """What the engine reads. `own`: fields that a route derives. Raises `UserError`.
+        """The fields that the engine reads. `own`: fields that a route derives. Raises `UserError`.
 
         A field that is not given is as the files of the model say, else 1 for the temperature.
         """

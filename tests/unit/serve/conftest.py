@@ -16,11 +16,11 @@ from mjax.data.base.tokenizer import load_tokenizer
 from mjax.infer.engine import Engine
 from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.serve import wire
+from mjax.serve.api.limits import ApiOptions
 from mjax.serve.app import make_app
+from mjax.serve.base import wire
+from mjax.serve.base.engines import Engines
 from mjax.serve.engine_server import in_thread
-from mjax.serve.engines import Engines
-from mjax.serve.limits import ApiOptions
 from tests.chats import END, write_tokenizer
 from tests.laws.serving.kinds import make_engine
 

@@ -13,9 +13,9 @@ from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams, Structured
 from mjax.infer.sample import Draws
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
-from mjax.serve import wire
+from mjax.serve.base import wire
+from mjax.serve.base.engines import EngineDied, Engines, Piece
 from mjax.serve.engine_server import EngineServer, in_thread
-from mjax.serve.engines import EngineDied, Engines, Piece
 from tests.laws.serving.kinds import make_engine
 
 BYTES = load_tokenizer("byte")

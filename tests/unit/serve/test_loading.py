@@ -19,8 +19,8 @@ from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
+from mjax.serve.base.engines import Engines
 from mjax.serve.engine_server import in_thread
-from mjax.serve.engines import Engines
 from mjax.serve.loading import ServedModel
 from mjax.serve.options import ServeOptions
 from tests.adapters import drawn_adapters

@@ -1,4 +1,4 @@
-"""What bounds a request: keys, the size of its body, deadlines, readers that are slow or gone.
+"""Bounds of a request: keys, the size of its body, deadlines, readers that are slow or gone.
 
 `Door` is the first thing that a request meets; it looks at headers and counts the body, so that too
 much is refused before it is read. Invariant: work for a caller who is gone is cancelled.
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mjax.serve.protocol.errors import ApiError
 
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})  # routes without a key
 ADMIN = frozenset(
     """/v1/load_lora_adapter /v1/unload_lora_adapter /v1/load_adapter /pause /resume /sleep /wake_up
@@ -29,7 +29,7 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """What the routes allow. Times are in seconds.
+    """Limits and keys of the routes; times are in seconds.
 
     - api_keys: one of them has to come with each request; none: all may ask. admin_keys: for routes
       that change the server; none: these are closed.
@@ -38,7 +38,7 @@ class ApiOptions:
     - deadline: until a request is answered; the field `timeout` makes it shorter. None: no limit.
     - slow_seconds: how long a reader of a stream may take nothing.
     - retry_after: what a caller is told to wait when too much is queued.
-    - fetch_images: whether URLs of http in messages are read; they are refused.
+    - chat_template: the file of a template in the place of the model's own.
     - tool_parser, reasoning_parser: of replies; None: the one that the chat template suggests.
     - pooling: mean or last, of embeddings. normalize: whether they have length 1.
     - origins: web pages of others that may ask, such as https://chat.example.
@@ -47,12 +47,13 @@ class ApiOptions:
 
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    most_body: int = 32 * 2**20
+    most_body: int = 16 * 2**20
     body_seconds: float = 60.0
     most_choices: int = 1024
     deadline: float | None = None
     slow_seconds: float = 30.0
     retry_after: int = 1
+    chat_template: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     pooling: str = "last"
@@ -73,7 +74,8 @@ class Door:
             return await self.app(scope, receive, send)
         try:
             headers = Headers(scope=scope)
-            self._check(scope["method"], scope["path"], headers)
+            path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
+            self._check(scope["method"], path, headers)
         except ApiError as e:
             return await json_reply(e.body, e.status_code, e.headers)(scope, receive, send)
         await self.app(scope, _counted(receive, self._options), send)
@@ -81,7 +83,6 @@ class Door:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if method == "OPTIONS":  # a browser asks before it sends a key
             return
-        path = path.rstrip("/") or "/"
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         is_admin = _is_among(key, self._admins)
@@ -96,6 +97,8 @@ class Door:
         has_body = length != "0" or "transfer-encoding" in headers
         if method == "POST" and has_body and kind != "application/json":
             raise ApiError(415, "the body must be JSON: Content-Type: application/json")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "the body must not be compressed")
 
 
 def _refusal(message: str, may_have_key: bool = True) -> ApiError:
@@ -147,7 +150,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome:
     """The result of work, which is cancelled when the caller hangs up.
 
     Raises `ApiError` 499 then, which nobody reads.

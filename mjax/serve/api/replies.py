@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mjax.infer.requests import SamplingParams
-from mjax.serve.engines import Piece
-from mjax.serve.limits import EventStream, event, json_reply
+from mjax.serve.api.limits import EventStream, event, json_reply
+from mjax.serve.api.service import Job, Numbered, Service
+from mjax.serve.api.token_logprobs import TokenNames
+from mjax.serve.base.engines import Piece
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.sampling_fields import StreamOptions
-from mjax.serve.service import Job, Numbered, Service
-from mjax.serve.token_logprobs import TokenNames
 
-Fields = dict[str, Any]
+Body = dict[str, Any]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Usage:
             self.cached[job.id] = piece.cached_tokens
 
     @property
-    def body(self) -> Fields:
+    def body(self) -> Body:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -74,11 +74,11 @@ class Reply:
         """Make the jobs. Raises `ApiError` and `UserError` for what cannot be served."""
         raise NotImplementedError
 
-    def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+    def choice(self, each: Numbered) -> Body:
+        """The fields that a piece adds to a choice."""
         raise NotImplementedError
 
-    def whole(self, choice: Fields) -> Fields:
+    def whole(self, choice: Body) -> Body:
         """The choice of a reply from the sum of its parts."""
         return choice
 
@@ -96,7 +96,7 @@ class Reply:
         if count > (most := self.service.options.most_choices):
             raise ApiError(400, f"{param}: the request asks for over {most} choices", param)
 
-    async def choices(self) -> AsyncIterator[Fields]:
+    async def choices(self) -> AsyncIterator[Body]:
         """Yield what pieces add to choices, as they come."""
         async with aclosing(self.pieces()) as pieces:
             async for each in pieces:
@@ -127,12 +127,12 @@ class Reply:
             raise
         return EventStream(first, events, service.options.slow_seconds, ends, service.as_error)
 
-    def _head(self, kind: str) -> Fields:
+    def _head(self, kind: str) -> Body:
         model = self.body.model or self.facts.name
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
 
-    async def _object(self) -> Fields:
-        sums: dict[int, Fields] = defaultdict(dict)
+    async def _object(self) -> Body:
+        sums: dict[int, Body] = defaultdict(dict)
         async with aclosing(self.choices()) as parts:
             async for part in parts:
                 add_fields(sums[part["index"]], part)
@@ -153,7 +153,7 @@ class Reply:
             yield event(head | {"choices": [], "usage": self.usage.body})
 
 
-def add_fields(whole: Fields, part: Fields) -> None:
+def add_fields(whole: Body, part: Body) -> None:
     """Add a part of an object: texts and lists are joined, calls by their index."""
     for name, value in part.items():
         old = whole.get(name)

@@ -7,11 +7,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mjax.serve.limits import json_reply
-from mjax.serve.prompts import Conversation
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.prompts import ChatPrompt
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from mjax.serve.service import Service
 
 
 def _cards(service: Service) -> list[dict[str, Any]]:
@@ -43,6 +43,15 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
     """Add /tokenize and /detokenize."""
     prompts = service.prompts
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Show the chat template and special tokens, which lm-eval's remote tokenizer reads."""
+        template, ends = prompts.template, prompts.tokenizer.eod_id
+        found = {} if ends is None else {"eos_token": prompts.piece(ends)[0]}
+        if template is not None:
+            found |= template.tokens | {"chat_template": template.source}
+        return json_reply(found)
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Turn a text or a conversation into ids."""
@@ -51,7 +60,7 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
         if body.prompt is not None:
             (ids,) = await prompts.of_texts([body.prompt], body.add_special_tokens)
         else:
-            chat = Conversation.of(body, body.tools or (), body.chat_template_kwargs or {})
+            chat = ChatPrompt.of(body, body.tools or (), body.chat_template_kwargs or {})
             _, ids, _ = await prompts.of_chat(chat)
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
@@ -82,7 +91,8 @@ async def _embedded(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
     for row in ids:
         prompts.require_ids(row, "input")
         prompts.require_room(len(row) - 1, "input")
-    vectors = await service.engines.embed(ids, body.pooling or service.options.pooling)
+    pooling, adapter = body.pooling or service.options.pooling, service.adapter(body.model)
+    vectors = await service.engines.embed(ids, pooling, adapter)
     normalize = service.options.normalize if body.normalize is None else body.normalize
     if normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
@@ -104,7 +114,5 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts."""
-        if service.adapter(body.model) is not None:
-            raise ApiError(400, "model: embeddings are of the base model alone", "model")
         work = _embedded(service, body)
         return json_reply(await service.within(request, service.ends(body.timeout), work))

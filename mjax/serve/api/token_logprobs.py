@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mjax.serve.engines import Piece
-from mjax.serve.prompts import Prompts
+from mjax.serve.api.prompts import PromptMaker
+from mjax.serve.base.engines import Piece
 
 LEAST = -9999.0  # what is sent for a token that cannot be: JSON has no infinity
 Tops = dict[int, float]
@@ -13,7 +13,7 @@ Tops = dict[int, float]
 class TokenNames:
     """Names of tokens in replies: their texts, or token_id:ID where `as_ids`."""
 
-    def __init__(self, prompts: Prompts, as_ids: bool | None):
+    def __init__(self, prompts: PromptMaker, as_ids: bool | None):
         self._prompts, self._as_ids = prompts, as_ids
 
     def name(self, token: int) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mjax.serve.api.replies import Body, Reply
+from mjax.serve.api.service import Numbered, Service
+from mjax.serve.api.token_logprobs import TokenNames, Tops
 from mjax.serve.protocol.completion_request import CompletionRequest
 from mjax.serve.protocol.errors import ApiError
-from mjax.serve.replies import Fields, Reply
-from mjax.serve.service import Numbered, Service
-from mjax.serve.token_logprobs import TokenNames, Tops
 
 
 class Completion(Reply):
@@ -28,7 +28,7 @@ class Completion(Reply):
         self._scores: dict[str, list[Tops | None]] = {}  # of prompts, which come with a last piece
         self._echoes: dict[str, str] = {}
         most = None if body.max_tokens is None else max(body.max_tokens, 1)
-        own: Fields = {"adapter": self.service.adapter(body.model), "max_tokens": most}
+        own: Body = {"adapter": self.service.adapter(body.model), "max_tokens": most}
         own |= {"structured": body.form(), "logprobs": body.logprobs}
         if body.echo and body.logprobs is not None:
             own["prompt_logprobs"] = body.logprobs
@@ -48,8 +48,8 @@ class Completion(Reply):
             if body.echo:
                 self._echoes[name] = text or await prompts.of_ids(row)
 
-    async def choices(self) -> AsyncIterator[Fields]:
-        """Yield what pieces add. Those with an echo that is scored wait for the scores."""
+    async def choices(self) -> AsyncIterator[Body]:
+        """Yield what pieces add. An echo that is scored waits for the scores."""
         waits, held = self.body.echo and self.body.logprobs is not None, []
         async with aclosing(self.pieces()) as pieces:
             async for each in pieces:
@@ -65,13 +65,13 @@ class Completion(Reply):
         for each in held:
             yield self.choice(each)
 
-    def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice, whose first one begins with the echo."""
+    def choice(self, each: Numbered) -> Body:
+        """The fields that a piece adds to a choice, the echo first."""
         body, piece, job = self.body, each.piece, each.job
         is_first = each.number not in self._offsets
         echo = self._echoes.get(job.id) if is_first else None
         scores = self._scores.get(job.id)
-        found: Fields = {"index": each.number, "text": (echo or "") + piece.text, "logprobs": None}
+        found: Body = {"index": each.number, "text": (echo or "") + piece.text, "logprobs": None}
         offset = self._offsets.setdefault(each.number, 0)
         if body.logprobs is not None:
             columns = piece.token_ids, piece.logprobs, piece.top_logprobs or []

@@ -22,8 +22,8 @@ from mjax.errors import UserError, or_user_error
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.checks import ids_of
 from mjax.infer.requests import Answer, SamplingParams, TokenRules
-from mjax.serve import wire
-from mjax.serve.routing import PrefixRouter
+from mjax.serve.base import wire
+from mjax.serve.base.routing import PrefixRouter
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mjax.serve.protocol.chat_request import Message, Part
+from mjax.serve.base.wire import ImageFacts, ModelFacts
+from mjax.serve.protocol.chat_request import Message, MessagePart
 from mjax.serve.protocol.errors import ApiError
-from mjax.serve.wire import ImageFacts, ModelFacts
 
-MARK = "<image>"  # what stands for an image in a prompt
+IMAGE_MARK = "<image>"  # what stands for an image in a prompt
 NAME = "messages.content.image_url"
 
 
-def parts_with_images(messages: Sequence[Message]) -> list[Part]:
+def parts_with_images(messages: Sequence[Message]) -> list[MessagePart]:
     """The parts of messages that are images, in order."""
     lists = [message.content for message in messages if isinstance(message.content, list)]
     return [part for parts in lists for part in parts if part.type == "image_url"]
@@ -27,7 +27,7 @@ def images_of(facts: ModelFacts, messages: Sequence[Message]) -> list[np.ndarray
     return [_pixels(part, facts.image) for part in parts]
 
 
-def _pixels(part: Part, image: ImageFacts) -> np.ndarray:
+def _pixels(part: MessagePart, image: ImageFacts) -> np.ndarray:
     from mjax.data.multimodal.pixels import decode_image, norm_image
 
     url = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
@@ -55,12 +55,14 @@ def expanded_ids(
     """
     if image is None:
         return [*ids]
-    if text.count(MARK) != count:
-        raise ApiError(400, f"messages: a text has {MARK}, which stands for an image", "messages")
-    if encode(MARK) == [image.tokens[0]]:
+    if text.count(IMAGE_MARK) != count:
+        raise ApiError(
+            400, f"messages: a text has {IMAGE_MARK}, which stands for an image", "messages"
+        )
+    if encode(IMAGE_MARK) == [image.tokens[0]]:
         found = [one for id in ids for one in (image.tokens if id == image.tokens[0] else [id])]
     else:
-        first, *rest = text.split(MARK)
+        first, *rest = text.split(IMAGE_MARK)
         found = [*encode(first)]
         for part in rest:
             found += [*image.tokens, *encode(part)]

@@ -19,10 +19,10 @@ from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import QueueFull
-from mjax.serve.engines import Engines, Piece
-from mjax.serve.limits import ApiOptions, Result, unless_gone
-from mjax.serve.metrics import ApiMetrics, RequestTimes
-from mjax.serve.prompts import Prompts
+from mjax.serve.api.limits import ApiOptions, Outcome, unless_gone
+from mjax.serve.api.metrics import ApiMetrics, RequestTimes
+from mjax.serve.api.prompts import PromptMaker
+from mjax.serve.base.engines import Engines, Piece
 from mjax.serve.protocol.errors import ApiError, error_of_user
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ class Numbered(NamedTuple):
 
 @dataclass
 class Service:
-    """What routes work with."""
+    """The engines, options and helpers that routes share."""
 
     engines: Engines
     options: ApiOptions
     metrics: ApiMetrics
-    prompts: Prompts
+    prompts: PromptMaker
     running: set[str] = field(default_factory=set)
 
     def adapter(self, model: str | None) -> str | None:
@@ -70,10 +70,13 @@ class Service:
         return model
 
     def new_id(self, kind: str, request: Request, given: str | None) -> str:
-        """The id of a reply; a caller may give its last part."""
-        given = given or request.headers.get("x-request-id", "")
-        usable = given[:128] if given.isascii() and given.isprintable() else ""
-        return f"{kind}-{usable or uuid.uuid4().hex}"
+        """The id of a reply; the caller may give its last part, also in a header."""
+        header = request.headers.get("x-request-id", "")[:128]
+        usable = f"{kind}-{header}" if header.isascii() and header.isprintable() else ""
+        if given is not None:
+            return f"{kind}-{given}"
+        is_free = header and usable and usable not in self.running
+        return usable if is_free else f"{kind}-{uuid.uuid4().hex}"
 
     def ends(self, timeout: float | None) -> float | None:
         """The loop's time at which a request that comes now is late."""
@@ -81,8 +84,8 @@ class Service:
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     async def within(
-        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Result]
-    ) -> Result:
+        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Outcome]
+    ) -> Outcome:
         """The result of work, unless it is late or its caller gone."""
         try:
             async with asyncio.timeout_at(ends):
@@ -146,7 +149,7 @@ class Service:
             times.end(open_samples == 0)
 
     def as_error(self, error: BaseException) -> ApiError:
-        """What is sent for an error: nothing of the inside of this server."""
+        """The error that is sent, with nothing of the inside of this server."""
         match error:
             case ApiError():
                 return error

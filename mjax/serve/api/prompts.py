@@ -1,26 +1,30 @@
-"""Prompts as ids: texts, ids and conversations, in threads, for they may take long.
+"""PromptMaker as ids: texts, ids and conversations, in threads, for they may take long.
 
 Templates are the model's own and run in a sandbox with a limit of time (`mjax/data/base/chat.py`).
 A request gives variables to a template, never the template.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mjax.data.base.chat import MARKS, TOKENS, ChatTemplate, load_chat_template
+from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.grammar import token_bytes
-from mjax.serve.engines import Engines
-from mjax.serve.images import MARK, expanded_ids, images_of
-from mjax.serve.protocol.chat_request import Message, Part, Tool
+from mjax.serve.api.images import IMAGE_MARK, expanded_ids, images_of
+from mjax.serve.api.limits import ApiOptions
+from mjax.serve.base.engines import Engines
+from mjax.serve.protocol.chat_request import Message, MessagePart, Tool
 from mjax.serve.protocol.errors import ApiError
 
 RESERVED = frozenset(
@@ -33,7 +37,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatPrompt:
     """Messages and how they are rendered; `continues`: the last one is not complete."""
 
     messages: Sequence[Message]
@@ -43,20 +47,21 @@ class Conversation:
     variables: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, body: Any, tools: Sequence[Tool], variables: dict[str, Any]) -> "Conversation":
+    def of(cls, body: Any, tools: Sequence[Tool], variables: dict[str, Any]) -> "ChatPrompt":
         """The conversation of a request."""
         continues = bool(body.continue_final_message)
         opens = body.add_generation_prompt is not False and not continues
         return cls(body.messages, tools, opens, continues, variables)
 
 
-class Prompts:
+class PromptMaker:
     """Makes ids of what requests ask, and texts of ids, for one model."""
 
-    def __init__(self, engines: Engines, threads: int):
+    def __init__(self, engines: Engines, options: ApiOptions):
+        """Raises `UserError` for a file of a template that cannot be read."""
         self._engines = engines
-        self.template = _template_of(engines)
-        self._pool = ThreadPoolExecutor(threads, "mjax-prompts")
+        self.template = _template(engines.facts.folder, options.chat_template)
+        self._pool = ThreadPoolExecutor(options.threads, "mjax-prompts")
         self._pieces: dict[int, tuple[str, list[int] | None]] = {}
 
     @property
@@ -85,7 +90,7 @@ class Prompts:
         decode = self.tokenizer.decode_whole or self.tokenizer.decode
         return await self.in_thread(decode, list(ids))
 
-    async def of_chat(self, chat: Conversation) -> tuple[str, list[int], list[np.ndarray]]:
+    async def of_chat(self, chat: ChatPrompt) -> tuple[str, list[int], list[np.ndarray]]:
         """The text of a conversation, its ids, and its images, fp32 [H, W, C]."""
         if self.template is None:
             raise ApiError(400, "the model has no chat template: ask /v1/completions", "messages")
@@ -143,7 +148,7 @@ class Prompts:
                 "context_length_exceeded",
             )
 
-    def _render(self, chat: Conversation) -> str:
+    def _render(self, chat: ChatPrompt) -> str:
         messages = [_plain(message, self.template) for message in chat.messages]
         mark = MARKS[0]
         if chat.continues:
@@ -158,21 +163,22 @@ class Prompts:
         return text
 
 
-def _template_of(engines: Engines) -> ChatTemplate | None:
-    """The template of the model; its messages name no path of this machine."""
-    if engines.facts.folder is None:
-        return None
-    try:
-        return replace(load_chat_template(engines.facts.folder), origin="messages")
-    except UserError:
-        return None
+def _template(folder: Path | None, file: str | None) -> ChatTemplate | None:
+    """The template of the model, or of a file; its messages name no path of this machine."""
+    found = None
+    with contextlib.suppress(UserError):
+        found = None if folder is None else load_chat_template(folder)
+    if file is not None:
+        source = read_text(Path(file).expanduser())
+        return ChatTemplate(source, "messages", {} if found is None else found.tokens)
+    return None if found is None else replace(found, origin="messages")
 
 
 def _plain(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates read it: parts joined, arguments of calls as objects."""
     said = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
-        said["content"] = _joined(message.content, template)
+        said["content"] = _joined_parts(message.content, template)
     calls = [dict(call) for call in message.tool_calls or ()]
     for call in calls:
         function = call.get("function")
@@ -189,7 +195,9 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-def _joined(parts: Sequence[Part], template: ChatTemplate) -> str | list[dict[str, str]]:
+def _joined_parts(
+    parts: Sequence[MessagePart], template: ChatTemplate
+) -> str | list[dict[str, str]]:
     """Parts of a message as one text, or as a list where the template reads one."""
     found = []
     for part in parts:
@@ -202,7 +210,7 @@ def _joined(parts: Sequence[Part], template: ChatTemplate) -> str | list[dict[st
         found.append(own)
     if _READS_PARTS.search(template.source):
         return found
-    return "\n".join(part.get("text", MARK) for part in found)
+    return "\n".join(part.get("text", IMAGE_MARK) for part in found)
 
 
 def _mark_end(message: dict[str, Any], mark: str) -> None:

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mjax.infer.requests import SamplingParams
+from mjax.serve.api.replies import Body, Reply
+from mjax.serve.api.service import Numbered, Service
+from mjax.serve.api.token_logprobs import Tops, finite
 from mjax.serve.protocol.other_requests import GenerateRequest
-from mjax.serve.replies import Fields, Reply
-from mjax.serve.service import Numbered, Service
-from mjax.serve.token_logprobs import Tops, finite
 
 
 class Rollout(Reply):
@@ -23,16 +23,16 @@ class Rollout(Reply):
         """Make the job."""
         body = self.body
         self.service.prompts.require_ids(body.token_ids, "token_ids")
-        given: Fields = {"detokenize": bool(body.sampling_params.get("stop"))}
+        given: Body = {"detokenize": bool(body.sampling_params.get("stop"))}
         own = {"priority": body.priority, "cache_salt": body.cache_salt}
         own["adapter"] = self.service.adapter(body.model)
         given |= body.sampling_params | {n: v for n, v in own.items() if v is not None}
         self.add_job(SamplingParams(**given), body.token_ids, "token_ids")
 
-    def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+    def choice(self, each: Numbered) -> Body:
+        """The fields that a piece adds to a choice."""
         piece = each.piece
-        found: Fields = {"index": each.number, "token_ids": piece.token_ids}
+        found: Body = {"index": each.number, "token_ids": piece.token_ids}
         found["logprobs"] = [*map(finite, piece.logprobs)]
         found["processed_logprobs"] = [*map(finite, piece.processed_logprobs)]
         found["weight_versions"] = piece.weight_versions

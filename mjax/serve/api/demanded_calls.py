@@ -7,7 +7,7 @@ from mjax.errors import UserError
 from mjax.serve.parsers.reader import Delta, ToolDelta
 from mjax.serve.protocol.chat_request import Tool
 
-_LISTS = "$defs", "definitions"
+_DEFINITIONS = "$defs", "definitions"
 
 
 def schema_of_calls(tools: Sequence[Tool], name: str, several: bool) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def schema_of_calls(tools: Sequence[Tool], name: str, several: bool) -> dict[str
     calls = []
     for tool in tools:
         own = dict(tool.function.parameters or {"type": "object"})
-        for names in _LISTS:
+        for names in _DEFINITIONS:
             for key, schema in dict(own.pop(names, None) or {}).items():
                 if shared.setdefault(names, {}).setdefault(key, schema) != schema:
                     raise UserError(f"tools: two of them define {key} in {names}; rename one")
@@ -41,7 +41,7 @@ class NamedCall:
         self._name: str | None = name
 
     def push(self, text: str) -> Delta:
-        """What a part of the text adds."""
+        """The call that a part of the text adds to."""
         name, self._name = self._name, None
         if not text and name is None:
             return Delta()

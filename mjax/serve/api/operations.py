@@ -1,5 +1,7 @@
 """Routes for those who run the server: health, metrics, and what needs an administrator's key."""
 
+import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -7,10 +9,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import mjax
-from mjax.serve.limits import json_reply
+from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.limits import json_reply
+from mjax.serve.api.service import Service
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.other_requests import AbortRequest, AdapterRequest, WeightsRequest
-from mjax.serve.service import Service
 
 # Routes without a body, and the engines' commands that they are.
 COMMANDS = {
@@ -19,7 +22,7 @@ COMMANDS = {
     "/wake_up": "wake",
     "/reset_prefix_cache": "reset_prefix_cache",
 }
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def add_health(router: APIRouter, service: Service) -> None:
@@ -44,8 +47,10 @@ def add_health(router: APIRouter, service: Service) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Show numbers for Prometheus."""
-        stats = await service.engines.stats() if service.engines.is_alive else []
-        return Response(service.metrics.exposed(stats), media_type=TEXT)
+        stats = []
+        with contextlib.suppress(TimeoutError, EngineDied):
+            stats = await asyncio.wait_for(service.engines.stats(), 5.0)
+        return Response(service.metrics.exposed(stats), media_type=_EXPOSITION)
 
 
 def _unwell(state: str) -> Response:

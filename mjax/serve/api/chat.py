@@ -13,16 +13,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mjax.errors import UserError
-from mjax.serve.demanded_calls import NamedCall, schema_of_calls
+from mjax.serve.api.demanded_calls import NamedCall, schema_of_calls
+from mjax.serve.api.prompts import ChatPrompt
+from mjax.serve.api.replies import Body, Reply
+from mjax.serve.api.service import Numbered, Service
+from mjax.serve.api.token_logprobs import TokenNames
 from mjax.serve.parsers.reader import ToolDelta
 from mjax.serve.parsers.reasoning import opens_reasoning
 from mjax.serve.parsers.reply import ReplyParser, guess_parsers, reply_parser
-from mjax.serve.prompts import Conversation
 from mjax.serve.protocol.chat_request import ChatRequest, NamedTool, Tool
 from mjax.serve.protocol.errors import ApiError
-from mjax.serve.replies import Fields, Reply
-from mjax.serve.service import Numbered, Service
-from mjax.serve.token_logprobs import TokenNames
 
 
 class Chat(Reply):
@@ -39,7 +39,7 @@ class Chat(Reply):
         form = self._form()
         self._parsers = (None, None) if form is not None else self._parsers_of_model()
         most = body.max_completion_tokens or body.max_tokens
-        own: Fields = {"adapter": service.adapter(body.model), "max_tokens": most}
+        own: Body = {"adapter": service.adapter(body.model), "max_tokens": most}
         own |= {"structured": form, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.skip_special_tokens is None and any(self._parsers):
             own["skip_special_tokens"] = False  # marks of calls and reasoning are often such
@@ -62,7 +62,13 @@ class Chat(Reply):
     def _demanded(self) -> str | None:
         """The name of the tool that has to be called, "" for any; None: none has to."""
         choice = self.body.tool_choice
-        return choice.function.name if isinstance(choice, NamedTool) else _ANY.get(choice)
+        return (
+            choice.function.name
+            if isinstance(choice, NamedTool)
+            else ""
+            if choice == "required"
+            else None
+        )
 
     def _parsers_of_model(self) -> tuple[str | None, str | None]:
         """Names of parsers of calls and reasoning, by options or the marks in the template."""
@@ -74,7 +80,7 @@ class Chat(Reply):
             raise ApiError(400, f"tools: {message}start the server with a parser", "tools")
         return tools if self._tools else None, reasoning
 
-    def _form(self) -> Fields | None:
+    def _form(self) -> Body | None:
         """The form of the text: the one that is asked for, or of the calls that have to be made."""
         form = self.body.form()
         if self._demanded is None:
@@ -84,13 +90,13 @@ class Chat(Reply):
         several = self.body.parallel_tool_calls is not False
         return {"json_schema": schema_of_calls(self._tools, self._demanded, several)}
 
-    def _conversation(self) -> Conversation:
+    def _conversation(self) -> ChatPrompt:
         body, variables = self.body, dict(self.body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
             if body.reasoning_effort == "none":
                 variables.setdefault("enable_thinking", False)
-        return Conversation.of(body, self._tools, variables)
+        return ChatPrompt.of(body, self._tools, variables)
 
     def _parser(self) -> ReplyParser | NamedCall:
         if self._demanded:
@@ -102,7 +108,7 @@ class Chat(Reply):
 
     # ---- the reply -------------------------------------------------------------------------------
 
-    async def choices(self) -> AsyncIterator[Fields]:
+    async def choices(self) -> AsyncIterator[Body]:
         """Yield what pieces add; the role of each choice comes first."""
         begun: set[int] = set()
         async with aclosing(self.pieces()) as pieces:
@@ -114,8 +120,8 @@ class Chat(Reply):
                     yield first | {"finish_reason": None}
                 yield self.choice(each)
 
-    def choice(self, each: Numbered) -> Fields:
-        """What a piece adds to a choice."""
+    def choice(self, each: Numbered) -> Body:
+        """The fields that a piece adds to a choice."""
         body, piece, choice = self.body, each.piece, self._choices[each.number]
         is_last = piece.finish_reason is not None
         delta = choice.push(piece.text, is_last)
@@ -140,7 +146,7 @@ class Chat(Reply):
             self.more["prompt_logprobs"] = self.names.prompt(piece.prompt_logprobs)
         return found
 
-    def whole(self, choice: Fields) -> Fields:
+    def whole(self, choice: Body) -> Body:
         """The choice with its message in the place of deltas."""
         message = choice.pop("delta")
         if calls := message.pop("tool_calls", None):
@@ -151,28 +157,25 @@ class Chat(Reply):
         return {"index": choice["index"], "message": message, **choice}
 
 
-_ANY = {"required": ""}
-
-
 class _Choice:
     """One answer as it comes; `calls`: indices of those that have begun."""
 
     def __init__(self, parser: ReplyParser | NamedCall):
         self._parser, self.calls = parser, set[int]()
 
-    def push(self, text: str, is_last: bool) -> Fields:
-        """What a text adds: content, reasoning, tool_calls."""
+    def push(self, text: str, is_last: bool) -> Body:
+        """The fields that a text adds: content, reasoning, tool_calls."""
         parts = [self._parser.push(text)]
         if is_last:
             parts.append(self._parser.close())
-        found: Fields = {
+        found: Body = {
             "content": "".join(part.content for part in parts),
             "reasoning": "".join(part.reasoning for part in parts),
             "tool_calls": [self._call(call) for part in parts for call in part.tool_calls],
         }
         return {name: value for name, value in found.items() if value}
 
-    def _call(self, call: ToolDelta) -> Fields:
+    def _call(self, call: ToolDelta) -> Body:
         function: dict[str, Any] = {"arguments": call.arguments}
         if call.index in self.calls:
             return {"index": call.index, "function": function}
