@@ -16,7 +16,6 @@ from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.generate.options import image_scale, usual_scale
-from mjax.infer.embeddings import Embedder
 from mjax.infer.engine import GREEDY, LIMITED
 from mjax.infer.llm import LLM
 from mjax.infer.sample import Draws
@@ -25,7 +24,8 @@ from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.interop.sources import source_of
 from mjax.serve.base.wire import ImageFacts, ModelFacts
-from mjax.serve.engine_server import EngineServer, Work
+from mjax.serve.embeddings import Embedder
+from mjax.serve.engine_server import BetweenSteps, EngineServer
 from mjax.serve.options import ServeOptions
 from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
@@ -161,7 +161,7 @@ class ServedModel:
             raise UserError("the engine slept without weights; reload some")
         return self.engine._params
 
-    def _reload(self, server: EngineServer, path: str) -> Work:
+    def _reload(self, server: EngineServer, path: str) -> BetweenSteps:
         """Read other weights of this model into the host's memory; then go on with them."""
         try:
             mesh = make_mesh(MeshConfig(dp=1), jax.devices("cpu")[:1])
@@ -183,7 +183,7 @@ class ServedModel:
             server.report(self.engine.update_weights(loaded.params, donate=True))
         return {"version": self.engine.version}
 
-    def _load_adapter(self, server: EngineServer, name: str, path: str) -> Work:
+    def _load_adapter(self, server: EngineServer, name: str, path: str) -> BetweenSteps:
         if self.slots is None:
             raise UserError("there is no room for adapters: start the server with --max-loras N")
         found = self.slots.read(path)

@@ -11,7 +11,7 @@ from mjax.errors import UserError, program
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What processes of a server have to know.
+    """Facts that all processes of a server know.
 
     - engine: arguments of `LLM` for each replica. name: of the model. chat_template: a file.
     - api: fields of `ApiOptions`. replicas, workers: engines, and processes that speak HTTP.
@@ -36,7 +36,7 @@ class ServeOptions:
 
 def read_options(argv: list[str] | None) -> ServeOptions:
     """The options of a command line. Raises `UserError` for values that cannot be."""
-    args = _parser().parse_args(argv)
+    args = _serve_parser().parse_args(argv)
     adapters = dict(map(_adapter, args.lora_modules))
     if len(adapters) < len(args.lora_modules):
         raise UserError("--lora-modules: two adapters have one name; give each its own")
@@ -99,7 +99,7 @@ def _adapter(text: str) -> tuple[str, str]:
     return name, path_text(path)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _serve_parser() -> argparse.ArgumentParser:
     about = "Serve a model through an API of OpenAI's form."
     parser = argparse.ArgumentParser(prog=program("serve"), description=about)
     what = "a run, a checkpoint, RUN@best, or a Hugging Face or Megatron folder"

@@ -127,7 +127,7 @@ class Server:
                 is_ready = True
                 host = self.options.host
                 where = f"[{host}]" if ":" in host else host
-                say(f"{self.options.name} is served at http://{where}:{port}")
+                tell(f"{self.options.name} is served at http://{where}:{port}")
             if self._is_stuck():
                 return 1
             time.sleep(_LOOK)
@@ -142,7 +142,7 @@ class Server:
                 if child.returncode == 2:  # it has said what a user can mend
                     return 2
                 became = what_became(child.returncode)
-                say(f"{role} {number} {became}: the server ends")
+                tell(f"{role} {number} {became}: the server ends")
                 return 1
         return None
 
@@ -151,13 +151,13 @@ class Server:
         limit = self.options.stuck_seconds
         for number, pulse in enumerate(self._pulses):
             if limit and pulse.last and time.monotonic() - pulse.last > limit:
-                say(f"engine {number} has made no step for {limit:g} s: the server ends")
+                tell(f"engine {number} has made no step for {limit:g} s: the server ends")
                 return True
         return False
 
     def _drain(self) -> int:
         """Let workers finish what runs; then end the engines. A second signal ends all at once."""
-        say("asked to stop: what runs may end, and nothing new is taken")
+        tell("asked to stop: what runs may end, and nothing new is taken")
         _signal_all(self._workers)
         if not self._ended(self._workers, self.options.shutdown_seconds + _GRACE):
             return INTERRUPTED if self._asked > 1 else 0
@@ -188,7 +188,7 @@ def _signal_all(children: list[subprocess.Popen]) -> None:
             child.terminate()
 
 
-def say(line: str) -> None:
+def tell(line: str) -> None:
     """Print a line on standard error."""
     print(f"mjax: {line}", file=sys.stderr, flush=True)
 
