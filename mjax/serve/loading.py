@@ -1,5 +1,6 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,6 +96,8 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
+            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
+                _ = made._grammars
             made.warm_up(draws)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
@@ -137,7 +140,7 @@ class ServedModel:
     def add_commands(self, server: EngineServer) -> None:
         """Give the server of this model the commands that change it."""
         server.slow |= {
-            "reload": lambda path: self._reload(server, path),
+            "reload": lambda path=None: self._reload(server, path or self.options.model),
             "load_adapter": lambda name, path: self._load_adapter(server, name, path),
         }
         server.quick |= {

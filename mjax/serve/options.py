@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,11 @@ class ServeOptions:
     warm_up: bool = True
     shutdown_seconds: float = 30.0
     stuck_seconds: float = 300.0
+
+
+def tell(line: str) -> None:
+    """Print a line on standard error."""
+    print(f"mjax: {line}", file=sys.stderr, flush=True)
 
 
 def read_options(argv: list[str] | None) -> ServeOptions:

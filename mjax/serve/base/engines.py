@@ -8,6 +8,7 @@ any way, its caller's leaving among them, has nothing left in an engine.
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,7 +200,9 @@ class Engines:
         last: dict[int, wire.SamplePart] = {}
         try:
             tensors = [wire.PlainArray.of(image) for image in images]
-            fields = wire.fields_of_params(params.model_copy(update=_TOKENS_ALONE))
+            fields = wire.fields_of_params(params) | _TOKENS_ALONE
+            if params.seed is None:  # an engine would count, so that replicas draw alike
+                fields["seed"] = secrets.randbits(32)
             with or_user_error("a prompt has a token that is none: {reason}", OverflowError):
                 stream.replica.send(wire.Add(request_id, prompt, fields, text, tensors))
             while any(answer.output.finish_reason is None for answer in answers):
@@ -326,7 +329,7 @@ class Engines:
                 return
 
 
-_TOKENS_ALONE = {"stop": (), "detokenize": False}
+_TOKENS_ALONE = {"stop": (), "detokenize": False}  # text is made here
 
 
 def _piece(answer: Answer, parts: Sequence[wire.SamplePart], first: wire.SamplePart) -> Piece:
