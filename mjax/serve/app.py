@@ -37,7 +37,7 @@ from mjax.serve.protocol.errors import ApiError, error_of_fields
 def make_app(engines: Engines, options: ApiOptions = ApiOptions()) -> FastAPI:  # noqa: B008
     """The application of engines that are ready."""
     metrics = ApiMetrics(engines.facts.name)
-    service = Service(engines, options, metrics, PromptMaker(engines, options.threads))
+    service = Service(engines, options, metrics, PromptMaker(engines, options))
     app = FastAPI(title="mjax", version=mjax.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.router.redirect_slashes = False

@@ -55,4 +55,5 @@ class LateApp:
             named = {field.name for field in dataclasses.fields(ApiOptions)}
             tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
             options = {name: value for name, value in tuples.items() if name in named}
+            options["chat_template"] = self._options.chat_template
             self._app = make_app(engines, ApiOptions(**options))

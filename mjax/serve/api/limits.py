@@ -38,7 +38,7 @@ class ApiOptions:
     - deadline: until a request is answered; the field `timeout` makes it shorter. None: no limit.
     - slow_seconds: how long a reader of a stream may take nothing.
     - retry_after: what a caller is told to wait when too much is queued.
-    - fetch_images: whether URLs of http in messages are read; they are refused.
+    - chat_template: the file of a template in the place of the model's own.
     - tool_parser, reasoning_parser: of replies; None: the one that the chat template suggests.
     - pooling: mean or last, of embeddings. normalize: whether they have length 1.
     - origins: web pages of others that may ask, such as https://chat.example.
@@ -53,6 +53,7 @@ class ApiOptions:
     deadline: float | None = None
     slow_seconds: float = 30.0
     retry_after: int = 1
+    chat_template: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     pooling: str = "last"

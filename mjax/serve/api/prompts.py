@@ -5,20 +5,24 @@ A request gives variables to a template, never the template.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mjax.data.base.chat import MARKS, TOKENS, ChatTemplate, load_chat_template
+from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.grammar import token_bytes
 from mjax.serve.api.images import IMAGE_MARK, expanded_ids, images_of
+from mjax.serve.api.limits import ApiOptions
 from mjax.serve.base.engines import Engines
 from mjax.serve.protocol.chat_request import Message, MessagePart, Tool
 from mjax.serve.protocol.errors import ApiError
@@ -53,10 +57,11 @@ class ChatPrompt:
 class PromptMaker:
     """Makes ids of what requests ask, and texts of ids, for one model."""
 
-    def __init__(self, engines: Engines, threads: int):
+    def __init__(self, engines: Engines, options: ApiOptions):
+        """Raises `UserError` for a file of a template that cannot be read."""
         self._engines = engines
-        self.template = _own_template(engines)
-        self._pool = ThreadPoolExecutor(threads, "mjax-prompts")
+        self.template = _template(engines.facts.folder, options.chat_template)
+        self._pool = ThreadPoolExecutor(options.threads, "mjax-prompts")
         self._pieces: dict[int, tuple[str, list[int] | None]] = {}
 
     @property
@@ -158,14 +163,15 @@ class PromptMaker:
         return text
 
 
-def _own_template(engines: Engines) -> ChatTemplate | None:
-    """The template of the model; its messages name no path of this machine."""
-    if engines.facts.folder is None:
-        return None
-    try:
-        return replace(load_chat_template(engines.facts.folder), origin="messages")
-    except UserError:
-        return None
+def _template(folder: Path | None, file: str | None) -> ChatTemplate | None:
+    """The template of the model, or of a file; its messages name no path of this machine."""
+    found = None
+    with contextlib.suppress(UserError):
+        found = None if folder is None else load_chat_template(folder)
+    if file is not None:
+        source = read_text(Path(file).expanduser())
+        return ChatTemplate(source, "messages", {} if found is None else found.tokens)
+    return None if found is None else replace(found, origin="messages")
 
 
 def _plain(message: Message, template: ChatTemplate) -> dict[str, Any]:

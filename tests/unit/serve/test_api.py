@@ -1,5 +1,7 @@
 """Replies of the routes are what the published client reads, and say what the engine says."""
 
+import base64
+import io
 import json
 import re
 from collections import defaultdict
@@ -9,9 +11,11 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from mjax.infer.requests import SamplingParams
 from mjax.serve.base.engines import Piece
+from mjax.serve.base.wire import ImageFacts
 from tests.laws.serving.kinds import model
 from tests.marks import slow
 
@@ -358,6 +362,37 @@ def test_models_are_listed_with_adapters(live, client, monkeypatch):
     assert client.models.retrieve("poems") == adapter
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("prose")
+
+
+def test_images_stand_where_their_marks_are(live, post, monkeypatch):
+    image = ImageFacts((250,) * 4, 8, 3, (0.5,), (0.5,))
+    monkeypatch.setattr(live.engines, "facts", replace(live.engines.facts, image=image))
+    asked = []
+
+    async def generate(prompt, params, images, **_):
+        asked.append((prompt, images))
+        yield Piece(0, "a", [1], [0.0], None, [0], "stop")
+
+    monkeypatch.setattr(live.engines, "generate", generate)
+    encoded = io.BytesIO()
+    Image.new("RGB", (16, 12), (255, 0, 0)).save(encoded, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "See?"}]
+    post("/v1/chat/completions", messages=[{"role": "user", "content": parts}])
+    ((prompt, (pixels,)),) = asked
+    plain = post("/tokenize", messages=[{"role": "user", "content": "\nSee?"}])["tokens"]
+    begin = prompt.index(250)
+    assert prompt[begin : begin + 4] == [250] * 4
+    assert prompt[:begin] + prompt[begin + 4 :] == plain
+    assert pixels.shape == (8, 8, 3) and np.allclose(pixels[0, 0], [1, -1, -1])
+    for wrong in ("data:image/png;base64,AAAA", "data:image/png;base64,?", "file:///etc/passwd"):
+        parts[0]["image_url"]["url"] = wrong
+        body = {"messages": [{"role": "user", "content": parts}]}
+        reply = httpx.post(f"{live.url}/v1/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "messages.content.image_url"
+    said = {"messages": [{"role": "user", "content": "<image>"}]}
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=said).status_code == 400
 
 
 def test_further_fields_of_vllm(post):

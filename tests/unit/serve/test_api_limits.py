@@ -1,8 +1,11 @@
 """Whatever comes is answered: bad requests, strangers, and callers who leave or do not read."""
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -380,6 +383,30 @@ def test_requests_are_aborted_by_the_id_of_their_reply(slow_engine):
     made = asked.result().json()
     assert made["id"] == "cmpl-mine" and made["choices"][0]["finish_reason"] == "abort"
     assert made["usage"]["completion_tokens"] < 100
+
+
+WORKER = """
+import sys
+from mjax.serve.api.metrics import ApiMetrics, RequestTimes
+metrics = ApiMetrics("tiny")
+times = RequestTimes(metrics, 3, 1, 5)
+for number in range(4):
+    times.add(0, 1, "stop" if number == 3 else None)
+times.end(True)
+print(metrics.exposed([{"running": 2}]).decode())
+"""
+
+
+def test_metrics_of_several_processes_are_added(tmp_path):
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for number in (1, 2):
+        command = [sys.executable, "-c", WORKER]
+        made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        labels = r'\{engine="0",model_name="tiny"\}'
+        for name, count in (("time_to_first_token_seconds", 1), ("inter_token_latency_seconds", 3)):
+            found = re.search(f"^vllm:{name}_count{labels} (.*)$", made.stdout, re.M)
+            assert float(found[1]) == count * number
+        assert re.search(f"^vllm:num_requests_running{labels} 2.0$", made.stdout, re.M)
 
 
 def test_metrics_have_the_names_of_dashboards(live):
