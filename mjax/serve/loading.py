@@ -31,6 +31,10 @@ from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
 ANYTHING = Draws(random=True, limited=True, penalties=True, top=20)
+# Where nothing says them: rows and tokens of prompts in a step, and what programs draw. A CPU gains
+# little from many sizes, and compiles them for minutes.
+_USUAL = 256, 2048, (GREEDY, LIMITED, ANYTHING)
+_ON_A_CPU = 16, 512, (ANYTHING,)
 
 
 class EncoderAlone:
@@ -64,7 +68,10 @@ class ServedModel:
             self._load_encoder(cfg)
 
     def _load_generator(self, cfg: ModelConfig) -> None:
-        llm = LLM(self.options.model, **self.options.engine)
+        rows, tokens, draws = _ON_A_CPU if jax.default_backend() == "cpu" else _USUAL
+        sizes = {"max_num_seqs": rows, "max_num_prefill_tokens": tokens}
+        said = {name: value for name, value in self.options.engine.items() if value is not None}
+        llm = LLM(self.options.model, **sizes | said)
         self.engine, self.slots, self.dtype = llm.engine, llm.slots, llm.dtype
         made = llm.engine
         self.embedder: Embedder | None = None
@@ -88,7 +95,7 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            made.warm_up((GREEDY, LIMITED, ANYTHING))
+            made.warm_up(draws)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()

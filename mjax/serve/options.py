@@ -134,9 +134,10 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
     number = {"type": int, "metavar": "N"}
     group.add_argument("--max-model-len", **number, help="tokens of the longest text")
-    group.add_argument("--max-num-seqs", **number, default=256, help="texts at a time")
-    about = "tokens of prompts in a step"
-    group.add_argument("--max-num-batched-tokens", **number, default=2048, help=about)
+    about = "texts at a time; default: 256, on a CPU 16"
+    group.add_argument("--max-num-seqs", **number, help=about)
+    about = "tokens of prompts in a step; default: 2048, on a CPU 512"
+    group.add_argument("--max-num-batched-tokens", **number, help=about)
     about = "requests that may wait in an engine"
     group.add_argument("--max-queued-requests", **number, default=1024, help=about)
     group.add_argument("--kv-cache-dtype", choices=["fp8"], help="default: the model's")

@@ -94,6 +94,13 @@ class _Replica:
     streams: dict[str, _Stream] = field(default_factory=dict)
     results: dict[int, asyncio.Future] = field(default_factory=dict)
 
+    @property
+    def known_load(self) -> float:
+        """Samples that run or wait, as far as it is known here; infinite: the engine is gone."""
+        if self.error is not None:
+            return float("inf")
+        return self.load + self.sent if self.streams else 0
+
     def send(self, message: wire.FromClient) -> None:
         if self.error is None and not self.socket.closed:
             self.socket.send(wire.pack(message))  # at once: the queue has no limit
@@ -243,9 +250,11 @@ class Engines:
         gone = [replica.error for replica in self._replicas if replica.error is not None]
         if len(gone) == len(self._replicas):
             raise gone[0]
-        loads = [r.load + r.sent if r.error is None else float("inf") for r in self._replicas]
+        loads = [replica.known_load for replica in self._replicas]
         salt = params.cache_salt, params.adapter
         replica = self._replicas[self._router.choose(prompt, loads, salt)]
+        if not replica.streams:  # what it told is old
+            replica.load = replica.sent = 0
         replica.sent += params.n
         stream = replica.streams[request_id] = _Stream(replica, open=params.n)
         return stream

@@ -40,10 +40,6 @@ class PrefixRouter:
         self._remember(best, hashes)
         return best
 
-    def forget(self, replica: int) -> None:
-        """A replica has an empty cache."""
-        self._known[replica].clear()
-
     def _matched(self, replica: int, hashes: Sequence[bytes]) -> int:
         """The number of first blocks that a replica has."""
         known = self._known[replica]
