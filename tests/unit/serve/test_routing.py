@@ -8,10 +8,10 @@ import numpy as np
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.serve import wire
+from mjax.serve.base import wire
+from mjax.serve.base.engines import Engines
+from mjax.serve.base.routing import BLOCK, PrefixRouter
 from mjax.serve.engine_server import in_thread
-from mjax.serve.engines import Engines
-from mjax.serve.routing import BLOCK, PrefixRouter
 from tests.laws.serving.kinds import make_engine
 
 WORDS = np.random.default_rng(0)
