@@ -24,7 +24,7 @@ from mjax.serve.protocol.errors import ApiError
 class LateApp:
     """An ASGI application that becomes `make_app`'s once the engines at `addresses` are ready.
 
-    It calls `on_ready` then. What keeps it from that ends the process.
+    It calls `on_ready` then; an error on the way ends the process.
     """
 
     def __init__(
