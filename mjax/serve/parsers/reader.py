@@ -34,10 +34,6 @@ class Delta(NamedTuple):
     reasoning: str = ""
     tool_calls: tuple[ToolDelta, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        return self == Delta()
-
 
 class Reader:
     """Text that has come and is not read yet, and pieces of the reply that are not sent yet.

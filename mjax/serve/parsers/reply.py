@@ -20,12 +20,14 @@ REASONING_PARSERS = tuple(MARKS)
 # Signs of a format in the source of a template, the first one that fits; None: of no parser here.
 _TOOL_SIGNS = (
     ("<arg_key>", None),
-    ("<function=", "qwen3_coder"),
+    ("<seed:tool_call>", None),
+    ("<parameter=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ('"parameters": ', "llama3_json"),
     ("<function_calls>", "pythonic"),
     ("<|python_start|>", "pythonic"),
+    ("<|tool_call_start|>", "pythonic"),
 )
 
 

@@ -18,8 +18,8 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _CALL_ENDS = "<｜tool▁call▁end｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
 _LLAMA = "<|python_tag|>", "<|python_start|>"
-_LISTS = *_LLAMA, "<function_calls>"
-_LISTS_END = "<|python_end|>", "</function_calls>"
+_LISTS = *_LLAMA, "<function_calls>", "<|tool_call_start|>"
+_LISTS_END = "<|python_end|>", "</function_calls>", "<|tool_call_end|>"
 
 
 def hermes(reader: Reader) -> Steps[None]:
@@ -123,7 +123,7 @@ def _parameter(reader: Reader, function: str) -> Steps[None]:
 
 
 def pythonic(reader: Reader) -> Steps[None]:
-    """Read `[f(a=1), g(b="x")]`: a whole reply, or what follows a tag (Llama 4, OLMo 3)."""
+    """Read `[f(a=1), g(b="x")]`: a whole reply, or what follows a tag (Llama 4, OLMo 3, LFM2)."""
     found = (yield from reader.peek()) == "[" or (yield from reader.prose(*_LISTS))
     while found:
         yield from reader.literal("[")
@@ -215,9 +215,11 @@ def _python_as_json(text: str) -> str:
     """The JSON of a value in JSON or Python; what is neither is a string."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "invalid decimal literal" and others
-        for read in (json.loads, lambda source: ast.literal_eval(source.strip())):
+        literal, whole = ast.literal_eval, text.strip()
+        lines = whole.replace("\n", "\\n")  # some templates break lines within strings
+        for read, given in ((json.loads, whole), (literal, whole), (literal, lines)):
             try:
-                return as_json(read(text))
+                return as_json(read(given))
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 pass
     return as_json(text)
