@@ -1,19 +1,22 @@
 """A server that speaks as OpenAI's do and makes its texts up, for tests of what talks to one."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 import math
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 
-from mjax.serve.page.content import page_and_headers
-
+PAGE = Path(__file__).parents[1] / "mjax" / "serve" / "page" / "index.html"
 BUCKETS = (0.01, 0.02, 0.05, 0.1, 1.0)
 
 
@@ -52,8 +55,8 @@ def app_of(fake: FakeServer) -> FastAPI:
 
     @app.get("/")
     def page():
-        text, headers = page_and_headers()
-        return HTMLResponse(text, headers=headers)
+        text = PAGE.read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text)})
 
     @app.get("/v1/models")
     def models():
@@ -80,6 +83,16 @@ def app_of(fake: FakeServer) -> FastAPI:
         return PlainTextResponse(_metrics(fake))
 
     return app
+
+
+def _policy(text: str) -> str:
+    """The strictest one: the page's own script and style alone, and no other server."""
+    parts = ["default-src 'none'; img-src data:; connect-src 'self'"]
+    for tag in ("script", "style"):
+        (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        parts.append(f"{tag}-src 'sha256-{digest}'")
+    return "; ".join(parts)
 
 
 def _refused(status: int, message: str) -> JSONResponse:
