@@ -168,7 +168,9 @@ def _metrics(fake: FakeServer) -> str:
 @contextlib.contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """The URL of an app that runs in a thread."""
-    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+    # With a `log_config` uvicorn closes handlers that exist, and absl's closes standard error.
+    options = {"log_config": None, "log_level": "error", "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, port=0, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
