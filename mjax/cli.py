@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
     "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
+    "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),
     "evaluate": Command("perplexity of a text, or tasks of a harness", "mjax.evaluate.__main__"),
     "data": DATA,
     "convert": Command("Hugging Face and Megatron weights, in and out", "mjax.convert"),

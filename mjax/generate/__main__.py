@@ -20,14 +20,13 @@ from mjax.data.base.chat import load_chat_template
 from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
-from mjax.generate.options import add_model_arguments, image_scale, load_model
+from mjax.generate.options import add_model_arguments, image_scale, load_model, usual_scale
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
     from mjax.models.towers.tiles import Tiled
 
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 Prompt = str | list[dict]  # text, or the messages of a chat
 
 
@@ -158,9 +157,8 @@ def read_images(
 
     _require_tower(cfg, "vision", f"--image {args.image[0]}")
     vision, found = cfg.vision, []
-    is_clip = vision.class_token and vision.num_channels == 3
-    mean = args.image_mean or (CLIP_MEAN if is_clip else [0.5])
-    std = args.image_std or (CLIP_STD if is_clip else [0.5])
+    usual = usual_scale(vision)
+    mean, std = args.image_mean or usual[0], args.image_std or usual[1]
     for option, numbers in (("--image-mean", mean), ("--image-std", std)):
         if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
             said = f"give one finite number, or model.vision.num_channels={vision.num_channels}"

@@ -8,9 +8,12 @@ from mjax.checkpoint.base.companion_files import side_folders
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.config.languages.paths import as_path, path_text
+from mjax.config.schema.vision import VisionConfig
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.json_file import read_json
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +47,12 @@ def load_model(args: argparse.Namespace):
     if spec is None:
         raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
     return model, dtype, load_tokenizer(spec)
+
+
+def usual_scale(vision: VisionConfig) -> tuple[list[float], list[float]]:
+    """Mean and deviation of images where nothing says them: CLIP's for its towers, else 0.5."""
+    is_clip = vision.class_token and vision.num_channels == 3
+    return (CLIP_MEAN, CLIP_STD) if is_clip else ([0.5], [0.5])
 
 
 def image_scale(path: Path) -> tuple[list[float] | None, list[float] | None]:

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from mjax.errors import first_line
 from mjax.infer.engine import Engine
 from mjax.infer.records import TokenUpdate
 from mjax.infer.requests import SamplingParams
+from mjax.infer.whole_prompts import PromptItem
 
 Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue]  # of (update or error, whether the last)
 
@@ -43,9 +44,11 @@ class AsyncEngine:
         *,
         request_id: str,
         text: str | None = None,
+        items: Mapping[str, PromptItem] | None = None,
     ) -> AsyncIterator[TokenUpdate]:
         """Yield the updates of a request; the last one's `request.output` is finished.
 
+        `items` stand in places of the prompt, as `Engine.add` says.
         A caller that leaves early aborts the request. Raises `UserError` for one that cannot be
         served, and `EngineDied`.
         """
@@ -53,7 +56,8 @@ class AsyncEngine:
         stream = asyncio.get_running_loop(), updates
 
         def add() -> None:
-            request = self.engine.add(prompt, params, request_id=request_id, text=text)
+            named = {"request_id": request_id, "text": text, "items": items}
+            request = self.engine.add(prompt, params, **named)
             self._streams[request.output.request_id] = stream
 
         try:

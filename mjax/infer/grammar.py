@@ -128,13 +128,13 @@ class _Vocabulary:
         for id in range(size):
             text = tokenizer.decode([*before, id])[start:]
             piece = tokenizer.piece_of(id) if tokenizer.piece_of else None
-            self.tokens.append(special[id].encode() or _token_bytes(text, piece))
+            self.tokens.append(special[id].encode() or token_bytes(text, piece))
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode())
 
 
-def _token_bytes(text: str, piece: str | None) -> bytes:
+def token_bytes(text: str, piece: str | None) -> bytes:
     """The bytes of a token that decodes to a text; none where they are not known."""
     if "\ufffd" not in text:
         return text.encode()

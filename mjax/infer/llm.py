@@ -20,6 +20,7 @@ from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.infer.weights import usual_dtype
+from mjax.interop.adapter_slots import slots_of, with_slots_filled
 from mjax.interop.adapter_stack import with_stack
 from mjax.interop.pretrained import from_pretrained
 from mjax.json_file import read_json
@@ -43,6 +44,9 @@ class LLM:
     num_speculative_tokens: guessed in a row of a step where the text repeats itself; texts stay
         as they are.
     adapters: runs with adapters or folders of PEFT, by the name that requests give.
+    max_loras: of adapters that may be there at a time, `slots` of max_lora_rank for them; None:
+        those of `adapters` alone.
+    max_queued: requests that may wait; None: any number.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
         adapters: Mapping[str, str | Path] | None = None,
+        max_loras: int | None = None,
+        max_lora_rank: int = 16,
+        max_queued: int | None = None,
     ):
         """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
 
@@ -70,10 +77,15 @@ class LLM:
         mesh = tensor_parallel_mesh(tensor_parallel_size, option)
         dtype = dtype or usual_dtype()
         loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
-        if adapters:
-            loaded = with_stack(loaded, adapters.values())
+        folders = [*(adapters or {}).values()]
+        self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
+        if self.slots is not None:
+            loaded = with_slots_filled(loaded, self.slots, folders)
+        elif folders:
+            loaded = with_stack(loaded, folders)
         name = tokenizer or tokenizer_of(model)
-        self.folder = loaded.tokenizer_dir
+        self.mesh, self.dtype = mesh, dtype
+        self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
         self.engine = Engine(
             loaded.definition,
@@ -85,9 +97,8 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=(
-                    loaded.cfg.max_position_embeddings if max_model_len is None else max_model_len
-                ),
+                length=max_model_len or loaded.cfg.max_position_embeddings,
+                queued=max_queued,
             ),
             cache_dtype=kv_cache_dtype,
             weight_dtype=quantization,

@@ -51,13 +51,17 @@ def stack_adapters(
     """
     found = {}
     for number, folder in enumerate(folders):
-        found[f"{folder} (slot {number + 1})"] = _adapters_in(Path(folder), cfg, specs)
+        found[f"{folder} (slot {number + 1})"] = read_adapters(Path(folder), cfg, specs)
     return stack_of_adapters(found, specs)
 
 
 def with_stack(model: Pretrained, folders: Iterable[str | Path]) -> Pretrained:
     """A loaded model with the adapters of `stack_adapters` beside its weights."""
-    specs, arrays = stack_adapters([*folders], model.cfg, model.definition.specs)
+    return with_arrays(model, *stack_adapters([*folders], model.cfg, model.definition.specs))
+
+
+def with_arrays(model: Pretrained, specs: dict, arrays: dict) -> Pretrained:
+    """A loaded model with numpy's arrays of adapters beside its weights; `specs` declare both."""
     if model.mesh is None:
         places = SingleDeviceSharding(jax.devices()[0])
     else:
@@ -68,7 +72,7 @@ def with_stack(model: Pretrained, folders: Iterable[str | Path]) -> Pretrained:
     return replace(model, definition=with_specs(model.definition, specs), params=params)
 
 
-def _adapters_in(folder: Path, cfg: ModelConfig, specs: dict) -> Adapters:
+def read_adapters(folder: Path, cfg: ModelConfig, specs: dict) -> Adapters:
     """The adapters of a folder, for the weights that they were first trained on."""
     if (folder / ADAPTER_CONFIG).is_file():
         return read_adapter(folder, cfg, specs)
@@ -81,20 +85,20 @@ def stack_of_adapters(adapters: Mapping[str, Adapters], specs: dict) -> tuple[di
     """`stack_adapters` of adapters by their names in messages."""
     flat = flatten_dict(specs)
     for name, each in adapters.items():
-        _require_stackable(name, each, flat)
+        require_stackable(name, each, flat)
     declared, arrays = dict(flat), {}
     weights = {path for each in adapters.values() for path in each.scales}
     for path in sorted(weights):
         having = {i: each for i, each in enumerate(adapters.values(), 1) if path in each.scales}
         rank = max(each.part(path, "a").shape[-1] for each in having.values())
-        of_parts = _declared_adapters(flat[path], len(adapters) + 1, rank)
+        of_parts = declared_adapters(flat[path], len(adapters) + 1, rank)
         for part, array in _stack_of_weight(path, of_parts, having).items():
             declared[part_path(path, part)] = of_parts[part]
             arrays[part_path(path, part)] = array
     return unflatten_dict(declared), unflatten_dict(arrays)
 
 
-def _require_stackable(name: str, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> None:
+def require_stackable(name: str, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> None:
     """Raise `UserError` for what a token cannot have of its own."""
     require_shapes(adapters, specs)
     reasons = dict.fromkeys(adapters.whole, "was trained whole")
@@ -112,7 +116,7 @@ def _require_stackable(name: str, adapters: Adapters, specs: Mapping[Leaf, Param
         )
 
 
-def _declared_adapters(spec: ParamSpec, slots: int, rank: int) -> dict[str, ParamSpec]:
+def declared_adapters(spec: ParamSpec, slots: int, rank: int) -> dict[str, ParamSpec]:
     """The declarations of the adapters of a weight: those of one, with an axis of slots."""
     lead, halves = spec.lead, ("pair",) if "pair" in spec.output_axes else ()
     of_inputs = *spec.axes[lead : lead + spec.inputs], *halves, None

@@ -29,6 +29,7 @@ WRONG = {
     "ignore_eos": [1, "yes", None],
     "include_stop_str_in_output": [1],
     "skip_special_tokens": [0],
+    "detokenize": [0],
     "bad_words": [[""], [5], ["x"] * 65],
     "logit_bias": [5, [1], {-1: 1.0}, {"x": 1.0}, {5: 101}, {5: float("nan")}, {5: "1"}, {None: 1}]
     + [{"9" * 5000: 1.0}, dict.fromkeys(range(1025), 1.0)],
@@ -64,6 +65,7 @@ def test_a_wrong_field_is_one_line_with_its_name(name):
         ({"structured": {"regex": "a"}, "ignore_eos": True}, "structured with ignore_eos"),
         ({"structured": {"regex": "a"}, "allowed_token_ids": [1]}, "structured with allowed"),
         ({"structured": {"regex": "a"}, "bad_words": ["a"]}, "structured with bad_words"),
+        ({"stop": "a", "detokenize": False}, "stop with detokenize=False"),
         ({"allowed_token_ids": [1], "bad_words": ["a"]}, "allowed_token_ids with bad_words"),
     ],
 )

@@ -1,0 +1,161 @@
+"""Commands that change a served model: adapters, other weights, embeddings."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.checkpoint.base.source import array_source
+from mjax.errors import UserError
+from mjax.infer.llm import LLM
+from mjax.infer.requests import SamplingParams
+from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf, slots
+from mjax.interop.huggingface.files import export
+from mjax.interop.peft.adapter_writer import write_adapter
+from mjax.interop.pretrained import Pretrained
+from mjax.models import build, definition_of, split
+from mjax.models.base.context import Context, tokens_of
+from mjax.serve.base.engines import Engines
+from mjax.serve.engine_server import in_thread
+from mjax.serve.loading import ServedModel
+from mjax.serve.options import ServeOptions
+from tests.adapters import drawn_adapters
+from tests.laws.serving.tiny import tiny_model
+from tests.marks import slow
+
+SIZES = {"tokenizer": "byte", "max_num_seqs": 2, "max_num_prefill_tokens": 16}
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+PARAMS = SamplingParams(max_tokens=5, logprobs=0)
+
+
+def written(model: Pretrained, folder: Path) -> Path:
+    cfg, specs = model.cfg, model.definition.specs
+    config = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
+    read = array_source(cfg, model.params).read
+    export(read, cfg, specs, slots(cfg, specs), folder, "float32", extras=config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a model, base/, another of its kind, other/, and adapters, one/ and two/."""
+    home, model = tmp_path_factory.mktemp("loading"), tiny_model("keys and values", vocab_size=260)
+    written(model, home / "base")
+    params = jax.tree.map(lambda p: 1.2 * p, model.params)
+    written(Pretrained(model.cfg, model.definition, params, None, None), home / "other")
+    for rank, name in enumerate(("one", "two"), 2):
+        drawn = drawn_adapters(model.definition.specs, rank=rank, scale=float(rank))
+        write_adapter(home / name, model.cfg, model.definition.specs, drawn)
+    return home
+
+
+def run(model: ServedModel, function):
+    """The result of an asynchronous function of the model's engines."""
+
+    async def serve(address):
+        async with Engines([address]) as engines:
+            await engines.ready()
+            return await function(engines)
+
+    with in_thread(model.engine, model.facts, model.add_commands) as server:
+        return asyncio.run(asyncio.wait_for(serve(server.address), 120))
+
+
+async def logprobs(engines: Engines, adapter: str | None = None) -> list[float]:
+    params = PARAMS.model_copy(update={"adapter": adapter})
+    stream = engines.generate([7, 8, 9], params, request_id="x")
+    return [value async for piece in stream for value in piece.logprobs]
+
+
+def wanted(folder: Path, adapter: Path | None = None) -> list[float]:
+    """What a model says that has only this adapter."""
+    adapters = None if adapter is None else {"a": adapter}
+    params = PARAMS.model_copy(update={"adapter": adapter and "a"})
+    llm = LLM(folder, adapters=adapters, **SIZES)
+    return llm.generate([[7, 8, 9]], params)[0].outputs[0].logprobs
+
+
+def test_adapters_and_weights_change_while_a_model_is_served(home):
+    engine = {**SIZES, "max_loras": 1, "max_lora_rank": 3}
+    options = ServeOptions(str(home / "base"), "base", engine=engine, warm_up=False)
+    model = ServedModel(options)
+
+    async def serve(engines):
+        found = {"plain": await logprobs(engines)}
+        compiled = len(model.engine._compiled)
+        for name in ("one", "two"):
+            await engines.command("load_adapter", name=name, path=str(home / name))
+            assert engines.facts.adapters == (name,)
+            found[name] = await logprobs(engines, name)
+            with pytest.raises(UserError, match="all 1 slots"):
+                await engines.command("load_adapter", name="c", path=str(home / "one"))
+            with pytest.raises(UserError, match="there already"):
+                await engines.command("load_adapter", name=name, path=str(home / "one"))
+            if name == "one":
+                await engines.command("unload_adapter", name=name)
+                with pytest.raises(UserError, match="adapter=one"):
+                    await logprobs(engines, name)
+        assert await logprobs(engines) == found["plain"]
+        said = await engines.command("reload", path=str(home / "other"))
+        assert said == {"version": 1}
+        found |= {"other": await logprobs(engines), "two of other": await logprobs(engines, "two")}
+        assert len(model.engine._compiled) == compiled
+        for name, given in (
+            ("reload", {"path": str(home / "none")}),
+            ("reload", {"path": str(home / "one")}),
+            ("load_adapter", {"name": "x", "path": str(home / "none")}),
+            ("unload_adapter", {"name": "x"}),
+        ):
+            with pytest.raises(UserError):
+                await engines.command(name, **given)
+        assert await logprobs(engines) == found["other"]
+        return found
+
+    found = run(model, serve)
+    for name, folder, adapter in (
+        ("plain", "base", None),
+        ("one", "base", "one"),
+        ("two", "base", "two"),
+        ("two of other", "other", "two"),
+    ):
+        own = wanted(home / folder, adapter and home / adapter)
+        np.testing.assert_allclose(found[name], own, rtol=0, atol=1e-5)
+    assert not np.allclose(found["other"], found["plain"], atol=1e-2)
+
+
+@slow
+def test_embeddings_of_a_decoder_and_of_an_encoder(home, tmp_path):
+    cfg = config_from_hf(BERT)
+    encoder = Pretrained(cfg, definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], None, None)
+    decoder = tiny_model("keys and values", vocab_size=260)
+    folders = {written(encoder, tmp_path / "encoder"): encoder, home / "base": decoder}
+    texts = [[1, 2, 3], [4, 5, 6]]
+    for folder, plain in folders.items():
+        options = ServeOptions(str(folder), "m", engine=SIZES, warm_up=False)
+        served = ServedModel(options)
+
+        async def serve(engines):
+            with pytest.raises(UserError, match="pooling=max"):
+                await engines.embed(texts, "max")
+            if engines.facts.is_encoder:
+                with pytest.raises(UserError, match="continues no text"):
+                    await logprobs(engines)
+            return await engines.embed(texts, "mean"), (await engines.stats())[0]["pages"]
+
+        found, _ = run(served, serve)
+        ids = jax.numpy.array(texts)
+        x, _, _ = plain.model.hidden(ids, tokens_of(ids.shape), Context())
+        np.testing.assert_allclose(found, x.mean(1), rtol=0, atol=1e-5)
