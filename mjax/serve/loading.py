@@ -88,7 +88,7 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            made.warm_up((GREEDY, LIMITED, ANYTHING))
+            made.warm_up((GREEDY, LIMITED, ANYTHING), all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()
