@@ -1,5 +1,6 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.generate.options import image_scale, usual_scale
-from mjax.infer.embeddings import Embedder
 from mjax.infer.engine import GREEDY, LIMITED
 from mjax.infer.llm import LLM
 from mjax.infer.sample import Draws
@@ -25,12 +25,17 @@ from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.interop.sources import source_of
 from mjax.serve.base.wire import ImageFacts, ModelFacts
-from mjax.serve.engine_server import EngineServer, Work
+from mjax.serve.embeddings import Embedder
+from mjax.serve.engine_server import BetweenSteps, EngineServer
 from mjax.serve.options import ServeOptions
 from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
 ANYTHING = Draws(random=True, limited=True, penalties=True, top=20)
+# Where nothing says them: rows and tokens of prompts in a step, and what programs draw. A CPU gains
+# little from many sizes, and compiles them for minutes.
+_USUAL = 256, 2048, (GREEDY, LIMITED, ANYTHING)
+_ON_A_CPU = 16, 512, (ANYTHING,)
 
 
 class EncoderAlone:
@@ -64,7 +69,10 @@ class ServedModel:
             self._load_encoder(cfg)
 
     def _load_generator(self, cfg: ModelConfig) -> None:
-        llm = LLM(self.options.model, **self.options.engine)
+        rows, tokens, draws = _ON_A_CPU if jax.default_backend() == "cpu" else _USUAL
+        sizes = {"max_num_seqs": rows, "max_num_prefill_tokens": tokens}
+        said = {name: value for name, value in self.options.engine.items() if value is not None}
+        llm = LLM(self.options.model, **sizes | said)
         self.engine, self.slots, self.dtype = llm.engine, llm.slots, llm.dtype
         made = llm.engine
         self.embedder: Embedder | None = None
@@ -88,7 +96,9 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            made.warm_up((GREEDY, LIMITED, ANYTHING), all_rules=True)
+            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
+                _ = made._grammars
+            made.warm_up(draws, all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()
@@ -130,7 +140,7 @@ class ServedModel:
     def add_commands(self, server: EngineServer) -> None:
         """Give the server of this model the commands that change it."""
         server.slow |= {
-            "reload": lambda path: self._reload(server, path),
+            "reload": lambda path=None: self._reload(server, path or self.options.model),
             "load_adapter": lambda name, path: self._load_adapter(server, name, path),
         }
         server.quick |= {
@@ -154,7 +164,7 @@ class ServedModel:
             raise UserError("the engine slept without weights; reload some")
         return self.engine._params
 
-    def _reload(self, server: EngineServer, path: str) -> Work:
+    def _reload(self, server: EngineServer, path: str) -> BetweenSteps:
         """Read other weights of this model into the host's memory; then go on with them."""
         try:
             mesh = make_mesh(MeshConfig(dp=1), jax.devices("cpu")[:1])
@@ -176,7 +186,7 @@ class ServedModel:
             server.report(self.engine.update_weights(loaded.params, donate=True))
         return {"version": self.engine.version}
 
-    def _load_adapter(self, server: EngineServer, name: str, path: str) -> Work:
+    def _load_adapter(self, server: EngineServer, name: str, path: str) -> BetweenSteps:
         if self.slots is None:
             raise UserError("there is no room for adapters: start the server with --max-loras N")
         found = self.slots.read(path)

@@ -40,7 +40,7 @@ def add_models(router: APIRouter, service: Service) -> None:
 
 
 def add_tokenizer(router: APIRouter, service: Service) -> None:
-    """Add /tokenize and /detokenize."""
+    """Add /tokenize, /detokenize and /tokenizer_info."""
     prompts = service.prompts
 
     @router.get("/tokenizer_info")

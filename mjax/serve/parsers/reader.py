@@ -13,21 +13,10 @@ from typing import NamedTuple, TypeVar
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 
-_STRING = re.compile(r'\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.S)
-_STRING_BEGINS = re.compile(r'\s*(?:".*)?', re.S)
-_WORD = re.compile(r"\s*([\w.-]+)(?=[^\w.-])")
-_WORD_BEGINS = re.compile(r"\s*[\w.-]*")
-_SCALAR = re.compile(r"\s*([\w.+-]+)(?=[^\w.+-])")
-_SCALAR_BEGINS = re.compile(r"\s*[\w.+-]*")
+_WORD = re.compile(r"\s*([\w.+-]{1,256}+)(?![\w.+-])(?=.)", re.S)
+_WORD_BEGINS = re.compile(r"\s*[\w.+-]{0,256}")
 _JSON = re.compile(r'\\.|["{}\[\]<]', re.S)
 _PYTHON = re.compile(r"""\\.|["'(){}\[\],<]""", re.S)
-
-
-class ToolCall(NamedTuple):
-    """A whole call; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
 
 
 class ToolDelta(NamedTuple):
@@ -44,10 +33,6 @@ class Delta(NamedTuple):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolDelta, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return self == Delta()
 
 
 class Reader:
@@ -163,14 +148,22 @@ class Reader:
                 return
 
     def word(self) -> Steps[str | None]:
-        """Read a name of letters, digits, '_', '.' and '-'; None if none comes."""
-        return (yield from self._match(_WORD, _WORD_BEGINS))
+        """Read a name or a number: letters, digits and some signs; None if none comes."""
+        while not (found := _WORD.match(self.text)):
+            if not _WORD_BEGINS.fullmatch(self.text) or not (yield from self._more()):
+                return None
+        self._take(found.end())
+        return found[1]
 
     def string(self) -> Steps[str | None]:
         """Read a JSON string and return what it means; None if none comes."""
-        found = yield from self._match(_STRING, _STRING_BEGINS)
+        if (yield from self.peek()) != '"':
+            return None
+        yield from self.skip(" \t\r\n")
+        parts: list[str] = []
+        whole = yield from self.nested(parts.append)
         try:
-            return None if found is None else encodable(json.loads(found, strict=False))
+            return encodable(json.loads("".join(parts), strict=False)) if whole else None
         except ValueError:
             return None
 
@@ -188,14 +181,14 @@ class Reader:
             yield from self.skip(" \t\r\n")
             yield from self.nested(to)
         else:
-            text = yield from self._match(_SCALAR, _SCALAR_BEGINS)
+            text = yield from self.word()
             if text is not None and text != "null":
                 to(text)
 
     def nested(self, to: Callable[[str], None], python: bool = False) -> Steps[bool]:
         """Give text to `to` as it comes, up to the end of a value; returns whether that came.
 
-        JSON ends with its bracket, a value in Python before a comma or a bracket of what holds it.
+        JSON ends with its bracket or quote; Python before a comma or a bracket of what holds it.
         Both end before '<', with which marks begin, outside of strings.
         """
         special, quotes = (_PYTHON, "\"'") if python else (_JSON, '"')
@@ -206,7 +199,9 @@ class Reader:
                 if letter[0] == "\\":
                     continue
                 if quote or letter in quotes:
-                    quote = letter if not quote else "" if letter == quote else quote
+                    is_end = letter == quote
+                    quote = "" if is_end else quote or letter
+                    end = found.end() if is_end and not depth and not python else None
                 elif letter in "([{":
                     depth += 1
                 elif letter == "<" or not depth:
@@ -224,15 +219,6 @@ class Reader:
             if not (yield from self._more()):
                 to(self._take(len(self.text)))
                 return False
-
-    def _match(self, whole: re.Pattern, beginning: re.Pattern) -> Steps[str | None]:
-        """Read what `whole` matches and return its group; wait while `beginning` may become it."""
-        while True:
-            if found := whole.match(self.text):
-                self._take(found.end())
-                return found[1]
-            if not beginning.fullmatch(self.text) or not (yield from self._more()):
-                return None
 
     def _take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]

@@ -2,7 +2,7 @@
 
 from mjax.errors import UserError
 from mjax.serve.parsers import tools as formats
-from mjax.serve.parsers.reader import Delta, Reader, Steps, ToolCall
+from mjax.serve.parsers.reader import Delta, Reader, Steps
 from mjax.serve.parsers.reasoning import MARKS, read_reasoning
 
 _FORMATS = {
@@ -20,12 +20,14 @@ REASONING_PARSERS = tuple(MARKS)
 # Signs of a format in the source of a template, the first one that fits; None: of no parser here.
 _TOOL_SIGNS = (
     ("<arg_key>", None),
-    ("<function=", "qwen3_coder"),
+    ("<seed:tool_call>", None),
+    ("<parameter=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ('"parameters": ', "llama3_json"),
     ("<function_calls>", "pythonic"),
     ("<|python_start|>", "pythonic"),
+    ("<|tool_call_start|>", "pythonic"),
 )
 
 
@@ -50,13 +52,6 @@ class ReplyParser:
         self._reader.ended = True
         next(self._steps, None)
         return self._reader.take_delta()
-
-    def parse(self, text: str) -> tuple[str, str, list[ToolCall]]:
-        """(content, reasoning, calls) of a whole reply."""
-        self._reader.text += text
-        next(self._steps, None)
-        content, thoughts, parts = self.close()
-        return content, thoughts, [ToolCall(part.name or "", part.arguments) for part in parts]
 
 
 def reply_parser(

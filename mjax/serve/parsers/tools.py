@@ -6,6 +6,7 @@ its name is certain; if the reply ends within it, its arguments end there, too.
 
 import ast
 import json
+import warnings
 from collections.abc import Iterator
 
 from mjax.serve.parsers.reader import Reader, Steps, as_json
@@ -17,8 +18,8 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _CALL_ENDS = "<｜tool▁call▁end｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
 _LLAMA = "<|python_tag|>", "<|python_start|>"
-_LISTS = *_LLAMA, "<function_calls>"
-_LISTS_END = "<|python_end|>", "</function_calls>"
+_LISTS = *_LLAMA, "<function_calls>", "<|tool_call_start|>"
+_LISTS_END = "<|python_end|>", "</function_calls>", "<|tool_call_end|>"
 
 
 def hermes(reader: Reader) -> Steps[None]:
@@ -122,7 +123,7 @@ def _parameter(reader: Reader, function: str) -> Steps[None]:
 
 
 def pythonic(reader: Reader) -> Steps[None]:
-    """Read `[f(a=1), g(b="x")]`: a whole reply, or what follows a tag (Llama 4, OLMo 3)."""
+    """Read `[f(a=1), g(b="x")]`: a whole reply, or what follows a tag (Llama 4, OLMo 3, LFM2)."""
     found = (yield from reader.peek()) == "[" or (yield from reader.prose(*_LISTS))
     while found:
         yield from reader.literal("[")
@@ -130,8 +131,7 @@ def pythonic(reader: Reader) -> Steps[None]:
         while (yield from _python_call(reader)):
             yield from reader.literal(",")
         ended = yield from reader.literal("]", *_LISTS_END)
-        if ended == "]":
-            yield from reader.literal(*_LISTS_END)
+        yield from reader.literal(*_LISTS_END)
         if not ended or reader.count == before:
             reader.fail()
         found = yield from reader.prose(*_LISTS)
@@ -213,11 +213,15 @@ def _python_call(reader: Reader) -> Steps[bool]:
 
 def _python_as_json(text: str) -> str:
     """The JSON of a value in JSON or Python; what is neither is a string."""
-    for read in (json.loads, lambda source: ast.literal_eval(source.strip())):
-        try:
-            return as_json(read(text))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "invalid decimal literal" and others
+        literal, whole = ast.literal_eval, text.strip()
+        lines = whole.replace("\n", "\\n")  # some templates break lines within strings
+        for read, given in ((json.loads, whole), (literal, whole), (literal, lines)):
+            try:
+                return as_json(read(given))
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                pass
     return as_json(text)
 
 

@@ -16,7 +16,8 @@ from tests.laws.serving.tiny import served, tiny_engine, tiny_model
 from tests.marks import slow
 
 
-@pytest.mark.parametrize("mesh", [None, pytest.param({"tp": 2}, marks=slow)])
+@slow
+@pytest.mark.parametrize("mesh", [None, {"tp": 2}])
 def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
     plain = tiny_model("keys and values")
     cfg, specs = plain.cfg, plain.definition.specs
@@ -53,6 +54,7 @@ def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
         AdapterSlots(cfg, specs, 1, 2).read(folders["two"])
 
 
+@slow
 def test_weights_that_are_read_anew_keep_the_slots(tmp_path):
     plain = tiny_model("keys and values")
     cfg, specs = plain.cfg, plain.definition.specs

@@ -73,7 +73,7 @@ def served(engine: Engine, **options) -> Iterator[Live]:
     """Serve an engine over HTTP, from threads of this process."""
     folder = Path(engine.folder)
     facts = wire.ModelFacts(
-        "tiny", folder, LENGTH, 260, created=1, ends=engine.eos, tokenizer=str(folder)
+        "tiny", folder, engine.limits.length, 260, created=1, ends=engine.eos, tokenizer=str(folder)
     )
     found, is_up, ends = [], threading.Event(), []
 

@@ -25,6 +25,7 @@ from mjax.serve.loading import ServedModel
 from mjax.serve.options import ServeOptions
 from tests.adapters import drawn_adapters
 from tests.laws.serving.tiny import tiny_model
+from tests.marks import slow
 
 SIZES = {"tokenizer": "byte", "max_num_seqs": 2, "max_num_prefill_tokens": 16}
 BERT = {
@@ -135,6 +136,7 @@ def test_adapters_and_weights_change_while_a_model_is_served(home):
     assert not np.allclose(found["other"], found["plain"], atol=1e-2)
 
 
+@slow
 def test_embeddings_of_a_decoder_and_of_an_encoder(home, tmp_path):
     cfg = config_from_hf(BERT)
     encoder = Pretrained(cfg, definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], None, None)

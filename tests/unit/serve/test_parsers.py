@@ -10,7 +10,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from mjax.errors import UserError
-from mjax.serve.parsers import guess_parsers, opens_reasoning, reply_parser
+from mjax.serve.parsers import Delta, guess_parsers, opens_reasoning, reply_parser
 from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
 
 Call = tuple[str, dict]
@@ -108,6 +108,7 @@ FORMS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
         lambda c: f"<|python_start|>{in_pythonic(c)}<|python_end|>",
     ),
     "olmo3": ("pythonic", in_lines),
+    "lfm2": ("pythonic", lambda c: f"<|tool_call_start|>{in_pythonic(c)}<|tool_call_end|>"),
     "json": ("json", in_json),
 }
 WHOLE_REPLIES = {"llama3_json", "pythonic", "json"}  # no text before the calls
@@ -136,7 +137,7 @@ def read(parser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]
                 assert part.name is None and part.arguments
             assert part.index == len(calls) - 1
             calls[-1] = calls[-1][0], calls[-1][1] + part.arguments
-    assert parser.close().is_empty
+    assert parser.close() == Delta()
     return content, reasoning, calls
 
 
@@ -255,7 +256,7 @@ def test_text_that_begins_as_calls_do_passes_unchanged(text, tools):
 def test_text_comes_at_once_and_only_what_may_be_a_mark_waits():
     parser = reply_parser("hermes", None, has_tools=True, in_reasoning=False)
     assert parser.push("One, two").content == "One, two"
-    assert parser.push(" <tool").is_empty
+    assert parser.push(" <tool") == Delta()
     assert parser.push("_box> \n").content == " <tool_box>"
     assert parser.close().content == " \n"
 
@@ -341,6 +342,9 @@ def test_python_is_read_and_never_run():
     assert name == "f" and arguments["a"] == "__import__('os').getpid()"
     assert (arguments["b"], arguments["c"], arguments["d"]) == (-1.5, [1, 2], True)
     assert ast.literal_eval(arguments["e"]) == {1}
+    text = "[f(a='one\ntwo', b=\"one\ntwo\", c=[\n1,\n2])]"
+    ((_, arguments),) = meant(parsed(text, "pythonic")[2])
+    assert arguments == {"a": "one\ntwo", "b": "one\ntwo", "c": [1, 2]}
 
 
 def test_values_that_utf8_or_json_do_not_have_are_escaped():
@@ -349,6 +353,7 @@ def test_values_that_utf8_or_json_do_not_have_are_escaped():
         (content + "".join(map("".join, calls))).encode()
         if text.endswith(")]"):
             assert "a" in json.loads(calls[0][1])
+    assert parsed(f"[TOOL_CALLS]{'x' * 300}[ARGS]{{}}", "mistral")[2] == []
     name = parsed('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "hermes")[2][0][0]
     assert name.encode()
 
@@ -389,13 +394,6 @@ def test_without_tools_or_a_parser_everything_is_content():
         reply_parser("herms", None, has_tools=True, in_reasoning=False)
 
 
-def test_whole_replies_are_parsed_at_once():
-    parser = reply_parser("hermes", "qwen3", has_tools=True, in_reasoning=True)
-    text = "Hm.</think>Yes.\n" + in_hermes(CALLS)
-    content, thoughts, calls = parser.parse(text)
-    assert (content, thoughts, meant(calls)) == ("Yes.", "Hm.", CALLS)
-
-
 def test_parsers_are_guessed_from_what_a_template_writes():
     templates = {
         "{{ '<tool_call>\\n' + (call | tojson) }} {{ '<think>' }}{{ '</think>' }}": (
@@ -409,6 +407,9 @@ def test_parsers_are_guessed_from_what_a_template_writes():
         "<｜tool▁sep｜>' + name + '\\n```json\\n' </think>": ("deepseek_v3", "deepseek_r1"),
         "<｜tool▁sep｜>{{ arguments }} </think>": ("deepseek_v31", "deepseek_r1"),
         "<function_calls>": ("pythonic", None),
+        "<|tool_call_start|>": ("pythonic", None),
+        "<seed:tool_call><function=f><parameter=a>": (None, None),
+        "<function={{ name }}>{{ arguments }}</function>": (None, None),
         "{{ messages[0].content }}": (None, None),
     }
     assert {text: guess_parsers(text) for text in templates} == templates
