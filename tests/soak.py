@@ -102,7 +102,7 @@ class Caller:
         shared = "A beginning that several prompts share. " * rng.randint(0, 1)
         route = rng.choice(("completions", "completions", "chat", "generate"))
         if route == "chat":
-            turns = [{"role": "user", "content": shared + self.words(30)}]
+            turns = [{"role": "user", "content": shared + self.words(20)}]
             return "/v1/chat/completions", {"messages": turns, **fields}
         if route == "generate":
             plain = {k: v for k, v in fields.items() if k in ("stream", "model", "priority")}
@@ -113,7 +113,7 @@ class Caller:
             return "/inference/v1/generate", {"token_ids": ids, "sampling_params": own, **plain}
         if rng.random() < 0.3:
             fields |= {"logprobs": rng.randint(0, 5), "echo": rng.random() < 0.5}
-        prompt = rng.choice((shared + self.words(40), [[1, 2, 3], [*range(1, 30)]], ["a", "b c"]))
+        prompt = rng.choice((shared + self.words(30), [[1, 2, 3], [*range(1, 30)]], ["a", "b c"]))
         return "/v1/completions", {"prompt": prompt, **fields}
 
     async def fine(self) -> str:
