@@ -102,7 +102,7 @@ class Caller:
         shared = "A beginning that several prompts share. " * rng.randint(0, 1)
         route = rng.choice(("completions", "completions", "chat", "generate"))
         if route == "chat":
-            turns = [{"role": "user", "content": shared + self.words(30)}]
+            turns = [{"role": "user", "content": shared + self.words(20)}]
             return "/v1/chat/completions", {"messages": turns, **fields}
         if route == "generate":
             plain = {k: v for k, v in fields.items() if k in ("stream", "model", "priority")}
@@ -113,7 +113,7 @@ class Caller:
             return "/inference/v1/generate", {"token_ids": ids, "sampling_params": own, **plain}
         if rng.random() < 0.3:
             fields |= {"logprobs": rng.randint(0, 5), "echo": rng.random() < 0.5}
-        prompt = rng.choice((shared + self.words(40), [[1, 2, 3], [*range(1, 30)]], ["a", "b c"]))
+        prompt = rng.choice((shared + self.words(30), [[1, 2, 3], [*range(1, 30)]], ["a", "b c"]))
         return "/v1/completions", {"prompt": prompt, **fields}
 
     async def fine(self) -> str:
@@ -273,7 +273,7 @@ class Caller:
 
     async def administrate(self, number: int) -> str:
         """One command after another; each is undone at once."""
-        commands = [("reset_prefix_cache", b""), ("pause", b""), ("resume", b"")]
+        commands = [("reset_prefix_cache", b""), ("pause", b"")]
         commands += [("abort_requests", {"abort_all": True})]
         if self.home is not None:
             own = {"name": "three", "path": str(self.home / "three")}
@@ -285,6 +285,9 @@ class Caller:
         name, body = commands[number % len(commands)]
         async with self.administrator:
             reply = await self.post(f"/{name}", body, head=ADMIN)
+            if name == "pause":
+                await asyncio.sleep(0.05)
+                self.checked(await self.post("/resume", b"", head=ADMIN), {200})
             if name == "v1/load_adapter":
                 with_it = {"prompt": self.words(20), "max_tokens": 5, "model": "three"}
                 self.checked(await self.post("/v1/completions", with_it), FINE)

@@ -93,7 +93,7 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
         **times,
         "pages": engine.programs.sizes.pages,
         "programs": programs,
-        "compiled_later": len(engine._compiled) - programs,
+        "compiled_later": len(engine.runner.compiled) - programs,
         "start_s": rounded(made - began),
         "compile_s": rounded(ready - made),
         "peak_gb": rounded(

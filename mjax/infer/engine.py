@@ -7,6 +7,7 @@ on the device. Invariant: a request's tokens depend on the request and the weigh
 runs beside it, when it came, or how often it was preempted.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -261,11 +262,14 @@ class Engine:
 
         From then on a step takes the first of these kinds that does all that its rows need. The
         compiler tries kernels in memory that the caches take with the first request.
-        rules: as many again for rows with biases, forbidden tokens or forms; else these are
-            compiled where they are first needed.
+        rules: those of the last kind also serve rows with biases, forbidden tokens or forms, and
+            score prompts; else such programs are compiled where they are first needed.
         """
         if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
+        if rules:
+            with contextlib.suppress(UserError):  # without llguidance or end tokens none are made
+                _ = self._grammars
         return self.runner.warm_up(draws, rules)
 
     @property

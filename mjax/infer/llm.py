@@ -84,7 +84,7 @@ class LLM:
         elif folders:
             loaded = with_stack(loaded, folders)
         name = tokenizer or tokenizer_of(model)
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
         self.engine = Engine(
@@ -97,7 +97,9 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=max_model_len or loaded.cfg.max_position_embeddings,
+                length=(
+                    loaded.cfg.max_position_embeddings if max_model_len is None else max_model_len
+                ),
                 queued=max_queued,
             ),
             cache_dtype=kv_cache_dtype,

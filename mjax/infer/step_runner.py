@@ -158,11 +158,11 @@ class StepRunner:
     def warm_up(self, draws: Sequence[Draws], rules: bool) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        rules: also those for rows with rules, which then have all parts of `RowRules`.
+        rules: those of the last kind take all parts of `RowRules`, and may score prompts.
         """
         draws = self._warm if self._invariant else tuple(draws)
         if any(kind.penalties for kind in draws):
-            self._begin_counts()
+            self._warm_counts()
         rows, tokens = self.sizes
         inputs = [(StepTokens(), self.records.empty(n)) for n in rows]
         if self._drafts:
@@ -171,13 +171,23 @@ class StepRunner:
         for count in tokens:
             ids = np.zeros((self.programs.lanes, count), np.int32)
             inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
-        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
+        plain, last = (draws[:-1], draws[-1]) if rules else (draws, None)
+        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in plain]
         if rules:
-            calls += [(*pair, self._no_rules(*pair), kind) for *pair, _, kind in calls]
+            scored = [(StepTokens(g.ids, g.ids), r) for g, r in inputs if g.ids is not None]
+            calls += [(*pair, self._no_rules(*pair), last) for pair in (*inputs, *scored)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
         self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
+
+    def _warm_counts(self) -> None:
+        """Compile what counts the tokens of rows, in the place of no row."""
+        self._begin_counts()
+        for size in sorted({bucket(n) for n in range(1, self._limits.length + 1)}):
+            ids = np.full(size, -1, np.int32)
+            slot = np.int32(self._limits.rows)
+            self._state = self.programs.count(self._state, slot, ids, ids > 0)
 
     def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
         """All parts of the rules of rows that have none."""
@@ -251,12 +261,14 @@ class StepRunner:
                     samples[place] = entry.sample
         if self._state is None:
             self._state = self.programs.empty()
-        rules = RowRules()
-        if any(sample is not None and sample.has_rules for sample in places):
-            size, whole = self._cfg.vocab_size, self._whole_rules
-            rules = rules_of_rows(places, size, whole, given.drafts)
+        has_rules = any(sample is not None and sample.has_rules for sample in places)
         draws = united([sample.draws for sample in places if sample is not None])
-        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
+        is_special = self._whole_rules and (has_rules or given.labels is not None)
+        kinds = self._warm[-1:] if is_special else self._warm
+        draws = next((kind for kind in kinds if kind.covers(draws)), draws)
+        whole, rules = self._whole_rules and draws == self._warm[-1], RowRules()
+        if has_rules or whole:
+            rules = rules_of_rows(places, self._cfg.vocab_size, whole, given.drafts)
         if draws.penalties:
             self._count(filter(None, places))
         program = self.program(given, records, rules, draws)

@@ -291,7 +291,7 @@ class EngineServer:
             "requests": len(self.engine.requests),
             "drafts": self.engine.verified,
             "accepted": self.engine.accepted,
-            "compiles": len(self.engine._compiled),
+            "compiles": len(self.engine.runner.compiled),
             "version": self.engine.version,
             "seconds_since_step": time.monotonic() - self.step_time,
             **vars(self.counts),

@@ -1,6 +1,5 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +43,9 @@ class EncoderAlone:
     has_work, version, verified, accepted = False, 0, 0, 0
 
     def __init__(self) -> None:
-        self.lanes, self.requests, self.adapters, self._compiled = [], {}, {}, {}
+        self.lanes, self.requests, self.adapters = [], {}, {}
+        self.compiled = {}
+        self.runner = self  # it has no programs of steps
 
     def add(self, *_: object, **__: object) -> None:
         raise UserError("this model continues no text: ask for embeddings")
@@ -78,9 +79,9 @@ class ServedModel:
         self.embedder: Embedder | None = None
         if not cfg.architecture.reads_target:
             given = self.options.engine.get("quantization")
-            form = form_of(given, made._definition.specs)
-            places = llm.mesh, made._dtype, made.limits.length, form
-            self.embedder = Embedder(made._definition, made.cfg, *places)
+            form = form_of(given, llm.definition.specs)
+            places = llm.mesh, jnp.dtype(llm.dtype), made.limits.length, form
+            self.embedder = Embedder(llm.definition, made.cfg, *places)
         self.facts = ModelFacts(
             name=self.options.name,
             folder=llm.folder,
@@ -96,9 +97,7 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
-                _ = made._grammars
-            made.warm_up(draws)
+            made.warm_up(draws, rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()

@@ -47,9 +47,9 @@ def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
             assert found.token_ids == own.token_ids
             np.testing.assert_allclose(found.logprobs, own.logprobs, rtol=0, atol=1e-5)
         engine.lanes[0].pool.forget()
-        programs = programs or set(engine._compiled) if len(names) == 2 else programs
+        programs = programs or set(engine.runner.compiled) if len(names) == 2 else programs
         if len(names) < 2 and programs:
-            assert set(engine._compiled) == programs
+            assert set(engine.runner.compiled) == programs
     with pytest.raises(UserError, match="rank is 3, .* --max-lora-rank 3"):
         AdapterSlots(cfg, specs, 1, 2).read(folders["two"])
 

@@ -16,6 +16,7 @@ from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.adapter_stack import with_stack
 from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
+from mjax.models import definition_of
 from tests import soak
 from tests.adapters import drawn_adapters
 from tests.chats import END, write_tokenizer
@@ -31,7 +32,8 @@ def soaked_engine(home: Path) -> Engine:
     """A tiny engine with two adapters, few rows, few pages and a short queue."""
     from mjax.data.base.tokenizer import load_tokenizer
 
-    model = Pretrained(*kinds.model("bytes")[:3], None, None)
+    cfg, _, params, _ = kinds.model("bytes")
+    model = Pretrained(cfg, definition_of(cfg), params, None, None)
     for rank, name in enumerate(NAMES, 2):
         drawn = drawn_adapters(model.definition.specs, rank=rank, scale=float(rank))
         write_adapter(home / name, model.cfg, model.definition.specs, drawn)
@@ -49,8 +51,8 @@ def soaked_engine(home: Path) -> Engine:
         eos=(tokenizer.id_of(END),),
         adapters=NAMES,
     )
-    made._sizes = tuple(sizes[-1:] for sizes in made._sizes)
-    made.warm_up([Draws(random=True, limited=True, top=20)])
+    made.runner.sizes = tuple(sizes[-1:] for sizes in made.runner.sizes)
+    made.warm_up([Draws(random=True, limited=True, penalties=True, top=20)], rules=True)
     made.folder = folder
     return made
 
@@ -60,7 +62,7 @@ def test_a_server_under_callers_of_every_kind(count, tmp_path):
     from tests.unit.serve.conftest import served
 
     engine = soaked_engine(tmp_path)
-    compiled = len(engine._compiled)
+    compiled = len(engine.runner.compiled)
 
     def at_rest() -> None:
         for _ in range(600):
@@ -80,5 +82,5 @@ def test_a_server_under_callers_of_every_kind(count, tmp_path):
         counts = soak.soak(caller, count, at_rest, soak.resident_mb)
         assert not live.app.state.service.running
         assert not any(replica.streams for replica in live.engines._replicas)
-    assert len(engine._compiled) == compiled
+    assert len(engine.runner.compiled) == compiled
     assert sum(counts.values()) >= count - 1 and counts["fine", "200, a stream"] > count / 20

@@ -263,7 +263,7 @@ def long_texts(tmp_path_factory):
     ends = (tokenizer.id_of(END),)
     given = {"dtype": "float32", "tokenizer": tokenizer, "eos": ends, "pages": 600}
     made = Engine(definition, params, cfg, limits=limits, **given)
-    made._sizes = tuple(sizes[-1:] for sizes in made._sizes)
+    made.runner.sizes = tuple(sizes[-1:] for sizes in made.runner.sizes)
     made.folder = folder
     made.warm_up([Draws(random=True)])
     with served(made) as live:

@@ -95,7 +95,7 @@ def test_adapters_and_weights_change_while_a_model_is_served(home):
 
     async def serve(engines):
         found = {"plain": await logprobs(engines)}
-        compiled = len(model.engine._compiled)
+        compiled = len(model.engine.runner.compiled)
         for name in ("one", "two"):
             await engines.command("load_adapter", name=name, path=str(home / name))
             assert engines.facts.adapters == (name,)
@@ -112,7 +112,7 @@ def test_adapters_and_weights_change_while_a_model_is_served(home):
         said = await engines.command("reload", path=str(home / "other"))
         assert said == {"version": 1}
         found |= {"other": await logprobs(engines), "two of other": await logprobs(engines, "two")}
-        assert len(model.engine._compiled) == compiled
+        assert len(model.engine.runner.compiled) == compiled
         for name, given in (
             ("reload", {"path": str(home / "none")}),
             ("reload", {"path": str(home / "one")}),
