@@ -10,8 +10,9 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from mjax.errors import UserError
-from mjax.serve.parsers import Delta, guess_parsers, opens_reasoning, reply_parser
-from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
+from mjax.serve.parsers.reader import Delta
+from mjax.serve.parsers.reasoning import opens_reasoning
+from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS, guess_parsers, reply_parser
 
 Call = tuple[str, dict]
 
