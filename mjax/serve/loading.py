@@ -159,9 +159,9 @@ class ServedModel:
         return {"vectors": self.embedder.embed(params, prompts, pooling, slot)}
 
     def _weights(self) -> dict:
-        if self.engine._params is None:
+        if self.engine.runner.params is None:
             raise UserError("the engine slept without weights; reload some")
-        return self.engine._params
+        return self.engine.runner.params
 
     def _reload(self, server: EngineServer, path: str) -> BetweenSteps:
         """Read other weights of this model into the host's memory; then go on with them."""
@@ -195,7 +195,7 @@ class ServedModel:
                 raise UserError(f"{name} is there already; unload it, or give another name")
             slot = self._free_slot()
             changed = with_changed(self._weights(), self.slots.put(slot, found))
-            self.engine._params = changed
+            self.engine.runner.params = changed
             self.engine.adapters[name] = slot
             server.forget_prefixes()  # of another adapter of this name
             self._tell(server)

@@ -39,7 +39,7 @@ def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
     for names in ([], ["one"], ["one", "two"], ["two"], []):
         for slot, name in enumerate(folders, 1):
             adapters = slots.read(folders[name]) if name in names else None
-            engine._params = with_changed(engine._params, slots.put(slot, adapters))
+            engine.runner.params = with_changed(engine.runner.params, slots.put(slot, adapters))
         engine.adapters = {name: slot for slot, name in enumerate(folders, 1) if name in names}
         asks = [params.model_copy(update={"adapter": name}) for name in (None, *names)]
         for request in served(engine, [([7, 8, 9], ask) for ask in asks]):
