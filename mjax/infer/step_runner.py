@@ -164,23 +164,30 @@ class StepRunner:
         draws = self._warm if self._invariant else tuple(draws)
         if any(kind.penalties for kind in draws):
             self._warm_counts()
-        rows, tokens = self.sizes
-        inputs = [(StepTokens(), self.records.empty(n)) for n in rows]
-        if self._drafts:
-            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
-            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
-        for count in tokens:
-            ids = np.zeros((self.programs.lanes, count), np.int32)
-            inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
-        plain, last = (draws[:-1], draws[-1]) if rules else (draws, None)
-        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in plain]
+        steps = self._empty_steps()
+        plain = draws[:-1] if rules else draws
+        calls = [(*step, RowRules(), kind) for step in steps for kind in plain]
         if rules:
-            scored = [(StepTokens(g.ids, g.ids), r) for g, r in inputs if g.ids is not None]
-            calls += [(*pair, self._no_rules(*pair), last) for pair in (*inputs, *scored)]
+            prompts = [(given.ids, records) for given, records in steps if given.ids is not None]
+            steps += [(StepTokens(ids, labels=ids), records) for ids, records in prompts]
+            calls += [(*step, self._no_rules(*step), draws[-1]) for step in steps]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
         self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
+
+    def _empty_steps(self) -> list[tuple[StepTokens, np.ndarray]]:
+        """Tokens and records of each size of decoding and prefill, without work."""
+        rows, tokens = self.sizes
+        steps = [(StepTokens(), self.records.empty(count)) for count in rows]
+        if self._drafts:
+            for _, records in steps[:]:
+                drafts = np.zeros((len(records), self._drafts), np.int32)
+                steps.append((StepTokens(drafts=drafts), records))
+        for count in tokens:
+            ids = np.zeros((self.programs.lanes, count), np.int32)
+            steps.append((StepTokens(ids), self.records.empty(self._chunks)))
+        return steps
 
     def _warm_counts(self) -> None:
         """Compile what counts the tokens of rows, in the place of no row."""

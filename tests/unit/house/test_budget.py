@@ -83,16 +83,16 @@ ROOMS = {
     "sharding": 900,
     "kernels": 7_000,
     "models objectives": 8_500,
-    "pipeline": 900,
+    "pipeline": 850,
     "plan": 1_800,
-    "optim": 900,
-    "data": 5_000,
-    "checkpoint interop convert": 8_500,
+    "optim": 750,
+    "data": 4_950,
+    "checkpoint interop convert": 8_550,
     "train run": 4_000,
-    "post": 2_450,
-    "serve chat": 2_500,
+    "post": 950,
+    "serve chat": 4_000,
     "infer generate": 3_200,
-    "evaluate export bench report prove cli errors files json_file __init__": 4_150,
+    "evaluate export bench report prove cli errors files json_file __init__": 4_350,
 }
 
 
