@@ -124,7 +124,8 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         gemma_scales(True),
         layer_types(every_second),
-        *sizes_with_rope(_GELU2, **_GEMMA_SHAPE),
+        shape(_GELU2, **_GEMMA_SHAPE),
+        rope(),
         biases(),
         softcaps(),
         ignored("hidden_act"),  # hidden_activation counts
