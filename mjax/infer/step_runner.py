@@ -109,6 +109,7 @@ class StepRunner:
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
         self._invariant, self._whole_rules = batch_invariant, False
+        self._has_counts = False  # whether tokens are counted, for penalties
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
             self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
@@ -161,8 +162,9 @@ class StepRunner:
         rules: also those for rows with rules, which then have all parts of `RowRules`.
         """
         draws = self._warm if self._invariant else tuple(draws)
-        if any(kind.penalties for kind in draws):
-            self._begin_counts()
+        self._has_counts |= any(kind.penalties for kind in draws)
+        if self._state is not None:
+            self._take_state()
         rows, tokens = self.sizes
         inputs = [(StepTokens(), self.records.empty(n)) for n in rows]
         if self._drafts:
@@ -249,14 +251,14 @@ class StepRunner:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
-        if self._state is None:
-            self._state = self.programs.empty()
         rules = RowRules()
         if any(sample is not None and sample.has_rules for sample in places):
             size, whole = self._cfg.vocab_size, self._whole_rules
             rules = rules_of_rows(places, size, whole, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
         draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
+        self._has_counts |= draws.penalties
+        self._take_state()
         if draws.penalties:
             self._count(filter(None, places))
         program = self.program(given, records, rules, draws)
@@ -270,7 +272,9 @@ class StepRunner:
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
         arrays, tree = jax.tree.flatten((given, records, rules))
-        state = self.programs.abstract_state if self._state is None else self._state
+        state = self._state
+        if state is None:
+            state = self.programs.abstract_state(self._has_counts)
         key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
         if key not in self.compiled:
             inputs = self._params, state, given, records, rules
@@ -279,7 +283,6 @@ class StepRunner:
 
     def _count(self, samples: Iterable[RequestSample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
-        self._begin_counts()
         for sample in samples:
             tokens = sample.tokens
             if not sample.draws.penalties or sample.counted == tokens.admissions:
@@ -291,10 +294,11 @@ class StepRunner:
             slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
-    def _begin_counts(self) -> None:
+    def _take_state(self) -> None:
+        """Allocate what the next launch needs."""
         if self._state is None:
             self._state = self.programs.empty()
-        if self._state.counts is None:
+        if self._has_counts and self._state.counts is None:
             self._state = self._state._replace(counts=self.programs.empty_counts())
 
     # ---- results ---------------------------------------------------------------------------------
