@@ -239,7 +239,7 @@ class EnginePrograms:
 
         `inputs`: shapes of what is read beside a whole prompt, [1, ..] each.
         """
-        state, rows_here = self.abstract_state, self.lanes * rows
+        state, rows_here = self.abstract_state(False), self.lanes * rows
         if tokens is not None:
             of_lanes = jax.tree.map(lambda x: x.update(shape=(self.lanes, *x.shape[1:])), inputs)
             given = StepTokens(np.zeros((self.lanes, tokens), np.int32), inputs=of_lanes)
@@ -251,10 +251,11 @@ class EnginePrograms:
         records = np.zeros((rows_here, width), np.int32)
         return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
 
-    @functools.cached_property
-    def abstract_state(self) -> StepState:
+    def abstract_state(self, has_counts: bool) -> StepState:
         """The state without rows, as shapes with their shardings."""
-        shapes, shardings = jax.eval_shape(self._empty), self._shardings(self._states(False))
+        shapes, shardings = jax.eval_shape(self._empty), self._shardings(self._states(has_counts))
+        if has_counts:
+            shapes = shapes._replace(counts=jax.eval_shape(self._no_counts))
         if shardings is None:
             return shapes
 
@@ -280,12 +281,12 @@ class EnginePrograms:
 
     def empty_counts(self) -> TokenCounts:
         """Counts of no tokens."""
+        shardings = self._shardings(TokenCounts(self.rows, self.rows))
+        return jax.jit(self._no_counts, out_shardings=shardings)()
+
+    def _no_counts(self) -> TokenCounts:
         shape = self.lanes * (self.sizes.rows + 1), self.cfg.vocab_size
-
-        def make() -> TokenCounts:
-            return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
-
-        return jax.jit(make, out_shardings=self._shardings(TokenCounts(self.rows, self.rows)))()
+        return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
 
     @functools.cached_property
     def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None]]:

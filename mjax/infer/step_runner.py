@@ -110,6 +110,7 @@ class StepRunner:
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm: tuple[Draws, ...] = ()
         self._invariant, self._whole_rules = batch_invariant, False
+        self._has_counts = False  # whether tokens are counted, for penalties
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
             self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
@@ -162,8 +163,9 @@ class StepRunner:
         rules: those of the last kind take all parts of `RowRules`, and may score prompts.
         """
         draws = self._warm if self._invariant else tuple(draws)
-        if any(kind.penalties for kind in draws):
-            self._warm_counts()
+        self._has_counts |= any(kind.penalties for kind in draws)
+        if self._state is not None:
+            self._take_state()
         steps = self._empty_steps()
         plain = draws[:-1] if rules else draws
         calls = [(*step, RowRules(), kind) for step in steps for kind in plain]
@@ -171,8 +173,10 @@ class StepRunner:
             prompts = [(given.ids, records) for given, records in steps if given.ids is not None]
             steps += [(StepTokens(ids, labels=ids), records) for ids, records in prompts]
             calls += [(*step, self._no_rules(*step), draws[-1]) for step in steps]
+        sizes = powers_of_two(16, self._limits.length) if self._has_counts else []
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
+            list(pool.map(self._counter, sizes))
         self._warm, self._whole_rules = draws, rules
         return len(self.compiled)
 
@@ -188,14 +192,6 @@ class StepRunner:
             ids = np.zeros((self.programs.lanes, count), np.int32)
             steps.append((StepTokens(ids), self.records.empty(self._chunks)))
         return steps
-
-    def _warm_counts(self) -> None:
-        """Compile what counts the tokens of rows, in the place of no row."""
-        self._begin_counts()
-        for size in sorted({bucket(n) for n in range(1, self._limits.length + 1)}):
-            ids = np.full(size, -1, np.int32)
-            slot = np.int32(self._limits.rows)
-            self._state = self.programs.count(self._state, slot, ids, ids > 0)
 
     def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
         """All parts of the rules of rows that have none."""
@@ -267,8 +263,6 @@ class StepRunner:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
-        if self._state is None:
-            self._state = self.programs.empty()
         has_rules = any(sample is not None and sample.has_rules for sample in places)
         draws = united([sample.draws for sample in places if sample is not None])
         is_special = self._whole_rules and (has_rules or given.labels is not None)
@@ -277,6 +271,8 @@ class StepRunner:
         whole, rules = self._whole_rules and draws == self._warm[-1], RowRules()
         if has_rules or whole:
             rules = rules_of_rows(places, self._cfg.vocab_size, whole, given.drafts)
+        self._has_counts |= draws.penalties
+        self._take_state()
         if draws.penalties:
             self._count(filter(None, places))
         program = self.program(given, records, rules, draws)
@@ -290,7 +286,7 @@ class StepRunner:
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
         arrays, tree = jax.tree.flatten((given, records, rules))
-        state = self.programs.abstract_state if self._state is None else self._state
+        state = self._state_or_shapes
         key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
         if key not in self.compiled:
             inputs = self.params, state, given, records, rules
@@ -299,7 +295,6 @@ class StepRunner:
 
     def _count(self, samples: Iterable[RequestSample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
-        self._begin_counts()
         for sample in samples:
             tokens = sample.tokens
             if not sample.draws.penalties or sample.counted == tokens.admissions:
@@ -309,12 +304,29 @@ class StepRunner:
             ids[: len(tokens.tokens)] = tokens.tokens
             is_output = np.arange(len(ids)) >= sample.request.given
             slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
-            self._state = self.programs.count(self._state, slot, ids, is_output)
+            self._state = self._counter(len(ids))(self._state, slot, ids, is_output)
 
-    def _begin_counts(self) -> None:
+    def _counter(self, size: int) -> jax.stages.Compiled:
+        """The compiled program that counts up to so many tokens of a row."""
+        key = "count", size
+        if key not in self.compiled:
+            ids = np.zeros(size, np.int32)
+            lowered = self.programs.count.lower(self._state_or_shapes, np.int32(0), ids, ids > 0)
+            self.compiled[key] = lowered.compile()
+        return self.compiled[key]
+
+    @property
+    def _state_or_shapes(self) -> StepState:
+        """The state, or its shapes while it is not taken."""
+        if self._state is not None:
+            return self._state
+        return self.programs.abstract_state(self._has_counts)
+
+    def _take_state(self) -> None:
+        """Allocate what the next launch needs."""
         if self._state is None:
             self._state = self.programs.empty()
-        if self._state.counts is None:
+        if self._has_counts and self._state.counts is None:
             self._state = self._state._replace(counts=self.programs.empty_counts())
 
     # ---- results ---------------------------------------------------------------------------------

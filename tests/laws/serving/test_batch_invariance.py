@@ -30,12 +30,16 @@ def bits(request) -> list[bytes]:
 @pytest.mark.parametrize("kind", quick(["keys and values", "latent", "experts", "mamba"], 0))
 def test_bits_do_not_depend_on_company(kind):
     given = tiny_engine(tiny_model(kind), batch_invariant=True)
+    assert given.warm_up() == 2 and given.runner._state is None, "caches come with a request"
     alone = [bits(served(given, [ask])[0]) for ask in ASKS]  # the third finds pages of the first
     given.lanes[0].pool.forget()
     together = [bits(request) for request in served(given, ASKS[::-1])][::-1]
     for (ids, logprobs), (wanted, wanted_logprobs) in zip(together, alone, strict=True):
         assert ids.tolist() == wanted.tolist()
         assert logprobs == wanted_logprobs
+    given.sleep()
+    given.wake()
+    assert bits(served(given, ASKS[-1:])[0])[1] == alone[-1][1]
     assert len(given.runner.compiled) == 2, "one of decoding and one of prefill"
 
 

@@ -168,19 +168,14 @@ def test_a_form_takes_guesses_and_stays_the_same():
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer("byte")
     forms = "(ab|cd){9}e", "x{12}(y|z){9}", "[a-d]{20}"
-    how = [{}, {"temperature": 1.0, "seed": 3}]
-    asks = [
-        Ask([65], SamplingParams(max_tokens=40, structured={"regex": form}, **more))
-        for form in forms
-        for more in how
-    ]
-    asks.append(Ask([7, 8, 7, 8], SamplingParams(max_tokens=20, logit_bias={7: 50.0, 8: 50.0})))
+    how = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    asks = [Ask([65], SamplingParams(structured={"regex": form}, **how)) for form in forms]
     texts = []
     for drafts in (0, DRAFTS):
         options = {"tokenizer": tokenizer, "eos": (tokenizer.eod_id,), "drafts": drafts}
         given = make_engine("bytes", **options)
         texts.append(tokens_of(served_all(given, asks)))
-    assert texts[0] == texts[1] and given.accepted > 20
+    assert texts[0] == texts[1] and given.accepted > 10
 
 
 def test_an_end_among_right_drafts_ends_the_text(monkeypatch):
