@@ -63,7 +63,7 @@ class _Checked(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, **given: Any):
+    def __init__(self, /, **given: Any):
         try:
             super().__init__(**given)
         except ValidationError as e:

@@ -19,6 +19,7 @@ def _cards(service: Service) -> list[dict[str, Any]]:
     facts = service.engines.facts
     own = {"object": "model", "created": facts.created, "owned_by": "mjax"}
     own["max_model_len"] = facts.max_model_len
+    own["modalities"] = ["text"] if facts.image is None else ["text", "image"]
     base = {"id": facts.name, **own, "root": facts.name, "parent": None}
     named = [{"id": name, **own, "root": name, "parent": facts.name} for name in facts.adapters]
     return [base, *named]
