@@ -8,6 +8,7 @@ from typing import Any
 
 from mjax.config.languages.paths import path_text
 from mjax.errors import UserError, program
+from mjax.serve.parsers import reply_parser
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
+    parsers = args.tool_call_parser, args.reasoning_parser
+    reply_parser(*parsers, has_tools=True, in_reasoning=False)  # it names those that there are
     engine = {name: getattr(args, name) for name in _OF_ENGINES}
     engine |= {"adapters": adapters, "max_loras": loras}
     api = {
