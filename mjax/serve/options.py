@@ -37,7 +37,7 @@ class ServeOptions:
 
 
 # Arguments of `LLM` that an option gives as it is.
-_OF_ENGINES = tuple(
+_LLM_ARGUMENTS = tuple(
     """tokenizer tensor_parallel_size dtype max_model_len max_num_seqs max_num_prefill_tokens
     kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens max_lora_rank
     max_queued""".split()
@@ -64,7 +64,7 @@ def read_options(argv: list[str] | None) -> ServeOptions:
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
     parsers = args.tool_call_parser, args.reasoning_parser
     reply_parser(*parsers, has_tools=True, in_reasoning=False)  # it names those that there are
-    engine = {name: getattr(args, name) for name in _OF_ENGINES}
+    engine = {name: getattr(args, name) for name in _LLM_ARGUMENTS}
     engine |= {"adapters": adapters, "max_loras": loras}
     api = {
         "api_keys": _keys(args.api_key, "MJAX_API_KEY"),
