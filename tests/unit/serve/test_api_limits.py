@@ -80,7 +80,7 @@ BAD = [
     (*chat(messages=[]), "messages"),
     (*chat(messages=[{"role": "wizard", "content": ""}]), "messages.0.role"),
     (*chat(messages=[{"content": "a"}]), "messages.0.role"),
-    (*chat(messages=[{"role": "user", "content": "x" * 9000}]), "prompt"),
+    (*chat(messages=[{"role": "user", "content": "x" * 9000}]), "messages"),
     (*chat(messages=[{"role": "user", "content": "x" * 300}]), "messages"),
     (*chat(messages=[{"role": "user", "content": [{"type": "video"}]}]), "messages.content.type"),
     (
