@@ -523,7 +523,7 @@ async def until_ready(caller: Caller, parent: subprocess.Popen) -> None:
 
 async def stats_of(home: Path) -> dict:
     """The engine's own numbers, through its socket."""
-    from mjax.serve.engines import Engines
+    from mjax.serve.base.engines import Engines
 
     (address,) = home.glob("mjax-*/engine0")
     async with Engines([f"ipc://{address}"]) as engines:

@@ -15,8 +15,8 @@ Steps = Generator[None, None, _T]
 
 _WORD = re.compile(r"\s*([\w.+-]{1,256}+)(?![\w.+-])(?=.)", re.S)
 _WORD_BEGINS = re.compile(r"\s*[\w.+-]{0,256}")
-_JSON = re.compile(r'\\.|["{}\[\]<]', re.S)
-_PYTHON = re.compile(r"""\\.|["'(){}\[\],<]""", re.S)
+_JSON_MARKS = re.compile(r'\\.|["{}\[\]<]', re.S)
+_PYTHON_MARKS = re.compile(r"""\\.|["'(){}\[\],<]""", re.S)
 
 
 class ToolDelta(NamedTuple):
@@ -191,7 +191,7 @@ class Reader:
         JSON ends with its bracket or quote; Python before a comma or a bracket of what holds it.
         Both end before '<', with which marks begin, outside of strings.
         """
-        special, quotes = (_PYTHON, "\"'") if python else (_JSON, '"')
+        special, quotes = (_PYTHON_MARKS, "\"'") if python else (_JSON_MARKS, '"')
         depth, quote, end = 0, "", None
         while True:
             for found in special.finditer(self.text):

@@ -2,7 +2,7 @@
 
 from mjax.serve.parsers.reader import Reader, Steps
 
-MARKS = {
+REASONING_MARKS = {
     "qwen3": ("<think>", "</think>"),
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -15,7 +15,7 @@ def read_reasoning(reader: Reader, name: str, is_open: bool) -> Steps[None]:
 
     Line breaks around marks belong to them.
     """
-    begin, end = MARKS[name]
+    begin, end = REASONING_MARKS[name]
     if (yield from reader.literal(begin)) or is_open:
         yield from reader.skip("\r\n")
         yield from reader.upto((end,), reader.reasoning)
@@ -24,4 +24,4 @@ def read_reasoning(reader: Reader, name: str, is_open: bool) -> Steps[None]:
 
 def opens_reasoning(prompt: str, name: str | None) -> bool:
     """Whether a prompt ends with the mark after which a reply is reasoning."""
-    return name is not None and prompt.rstrip().endswith(MARKS[name][0])
+    return name is not None and prompt.rstrip().endswith(REASONING_MARKS[name][0])

@@ -3,7 +3,7 @@
 from mjax.errors import UserError
 from mjax.serve.parsers import tools as formats
 from mjax.serve.parsers.reader import Delta, Reader, Steps
-from mjax.serve.parsers.reasoning import MARKS, read_reasoning
+from mjax.serve.parsers.reasoning import REASONING_MARKS, read_reasoning
 
 _FORMATS = {
     "hermes": formats.hermes,
@@ -16,7 +16,7 @@ _FORMATS = {
     "json": formats.json_calls,
 }
 TOOL_PARSERS = tuple(_FORMATS)
-REASONING_PARSERS = tuple(MARKS)
+REASONING_PARSERS = tuple(REASONING_MARKS)
 # Signs of a format in the source of a template, the first one that fits; None: of no parser here.
 _TOOL_SIGNS = (
     ("<arg_key>", None),
@@ -92,6 +92,8 @@ def guess_parsers(chat_template: str) -> tuple[str | None, str | None]:
     tools = next(found, None)
     if "<｜tool▁sep｜>" in chat_template:
         tools = "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
-    reasoning = next((name for name, (_, end) in MARKS.items() if end in chat_template), None)
+    reasoning = next(
+        (name for name, (_, end) in REASONING_MARKS.items() if end in chat_template), None
+    )
     is_deepseek = reasoning == "qwen3" and "<｜" in chat_template
     return tools, "deepseek_r1" if is_deepseek else reasoning

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mjax.serve.parsers.reader import Reader, Steps, as_json
 
-_KEYS = {"name", "arguments", "parameters", "type", "id", "function", "description"}
+_CALL_KEYS = {"name", "arguments", "parameters", "type", "id", "function", "description"}
 _CALLS = "<｜tool▁calls▁begin｜>"
 _CALL = "<｜tool▁call▁begin｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
@@ -160,7 +160,7 @@ def _json_call(reader: Reader) -> Steps[bool]:
     while mark == ",":
         mark = None
         key = yield from reader.string()
-        if key is None or not (named or key in _KEYS) or not (yield from reader.literal(":")):
+        if key is None or not (named or key in _CALL_KEYS) or not (yield from reader.literal(":")):
             break
         given = reader.has_arguments if named else early
         if key == "name" and not named:
@@ -228,12 +228,12 @@ def _python_as_json(text: str) -> str:
 def string_parameters(definitions: object) -> Iterator[tuple[str, str]]:
     """Yield (function, parameter) of parameters that are strings, from a request's `tools`."""
     for tool in definitions if isinstance(definitions, list) else []:
-        function = _entry(tool, "function")
-        properties = _entry(_entry(function, "parameters"), "properties")
+        function = _item_of(tool, "function")
+        properties = _item_of(_item_of(function, "parameters"), "properties")
         for name in properties if isinstance(properties, dict) else ():
-            if _entry(properties[name], "type") == "string":
-                yield str(_entry(function, "name")), name
+            if _item_of(properties[name], "type") == "string":
+                yield str(_item_of(function, "name")), name
 
 
-def _entry(group: object, key: str) -> object:
+def _item_of(group: object, key: str) -> object:
     return group.get(key) if isinstance(group, dict) else None

@@ -10,8 +10,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from mjax.errors import UserError
-from mjax.serve.parsers import Delta, guess_parsers, opens_reasoning, reply_parser
-from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
+from mjax.serve.options import read_options
+from mjax.serve.parsers.reader import Delta
+from mjax.serve.parsers.reasoning import opens_reasoning
+from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS, guess_parsers, reply_parser
 
 Call = tuple[str, dict]
 
@@ -390,6 +392,9 @@ def test_without_tools_or_a_parser_everything_is_content():
     assert not parser.needs_special_tokens
     assert reply_parser("hermes", None, has_tools=True, in_reasoning=False).needs_special_tokens
     assert reply_parser(None, "qwen3", has_tools=True, in_reasoning=False).needs_special_tokens
+    with pytest.raises(SystemExit):  # before the model is loaded
+        read_options(["model", "--tool-call-parser", "herms"])
+    assert read_options(["m", "--reasoning-parser", "qwen3"]).api["reasoning_parser"] == "qwen3"
     with pytest.raises(UserError, match="no parser 'herms'.*hermes"):
         reply_parser("herms", None, has_tools=True, in_reasoning=False)
 
