@@ -7,20 +7,19 @@ import argparse
 import asyncio
 import os
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
 
-from mjax.chat.models import SETTINGS
+from mjax.chat.models import CHAT_SETTINGS
 from mjax.chat.session import Session, Talk, setting_of
 from mjax.config.languages.paths import path_text
-from mjax.errors import INTERRUPTED, UserError, program, run_cli
+from mjax.errors import INTERRUPTED, UserError, or_user_error, program, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
-    given = {name: getattr(args, name) for name in SETTINGS}
+    args = _read_arguments(argv)
+    given = {name: getattr(args, name) for name in CHAT_SETTINGS}
     settings = {name: setting_of(name, text) for name, text in given.items() if text is not None}
     is_asked_once = not sys.stdin.isatty()
     question = sys.stdin.read().strip() if is_asked_once else ""
@@ -43,17 +42,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _model(args: argparse.Namespace) -> Any:
     if not args.model.startswith(("http://", "https://")):
-        from mjax.chat.local import LocalModel
+        from mjax.chat.local import LocalTalker
 
-        return LocalModel(args)
-    if find_spec("httpx") is None:
-        raise UserError("a URL needs httpx; pip install 'mjax[serve]'")
-    from mjax.chat.remote import RemoteModel
-
-    return RemoteModel(args.model, args.api_key, args.model_name, args.raw)
+        return LocalTalker(args)
+    with or_user_error("a URL needs httpx; pip install 'mjax[serve]'", ImportError):
+        from mjax.chat.remote import RemoteTalker
+    return RemoteTalker(args.model, args.api_key, args.model_name, args.raw)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("chat"), description="Talk to a model.")
     about = "a run, a checkpoint, a Hugging Face folder, or the URL of a server of OpenAI's form"
     parser.add_argument("model", metavar="MODEL", type=path_text, help=about)
@@ -74,7 +71,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     about = "tokens of the longest conversation; default: the model's"
     local.add_argument("--max-model-len", type=int, metavar="N", help=about)
     sampling = parser.add_argument_group("how answers are drawn; default: as the model says")
-    for name, about in SETTINGS.items():
+    for name, about in CHAT_SETTINGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=about)
     return parser.parse_args(argv)
 

@@ -14,7 +14,7 @@ from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
 
 
-class LocalModel:
+class LocalTalker:
     """A run, a checkpoint or a published model that answers here."""
 
     def __init__(self, args: argparse.Namespace):

@@ -1,4 +1,4 @@
-"""What a session and a model have in common: settings of requests, and pieces of answers.
+"""Settings of requests and pieces of answers, which a session and a model have in common.
 
 A model is in this process (`local.py`) or on a server (`remote.py`). `check` raises `UserError` for
 settings that no answer can have. `stream` answers messages; a caller that leaves early ends the
@@ -8,7 +8,7 @@ answer. `open` comes before all answers, `close` after them.
 from typing import NamedTuple
 
 # Names of settings, as requests have them, with a line of help.
-SETTINGS = {
+CHAT_SETTINGS = {
     "temperature": "0: always the likeliest token",
     "top_p": "1: off",
     "top_k": "0: off",
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class ChatPiece(NamedTuple):
-    """What is new of an answer.
+    """The new part of an answer.
 
     reasoning: what the model thinks before it answers. call: parts of calls of tools.
     tokens: made since the piece before.

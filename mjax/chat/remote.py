@@ -13,7 +13,7 @@ from mjax.errors import UserError, reason
 _WAIT = httpx.Timeout(30.0, read=None)  # a long prompt may take minutes to its first token
 
 
-class RemoteModel:
+class RemoteTalker:
     """One model of a server."""
 
     def __init__(self, url: str, key: str | None, name: str | None, is_raw: bool):
@@ -45,10 +45,10 @@ class RemoteModel:
         else:
             path, body["messages"] = "chat/completions", messages
         async with self._asked("POST", path, json=body | settings) as response:
-            async for event in _events(response):
+            async for event in _sent_events(response):
                 if error := event.get("error"):
                     raise UserError(f"{self._url}: {error['message']}")
-                yield _piece(event)
+                yield _piece_of(event)
 
     @asynccontextmanager
     async def _asked(self, method: str, path: str, **given) -> AsyncIterator[httpx.Response]:
@@ -67,7 +67,7 @@ class RemoteModel:
             raise UserError(f"{self._url}: replies otherwise than OpenAI's servers do") from None
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _sent_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """Yield the objects of events up to the one that ends them.
 
     Bytes are cut at newlines alone: texts may hold other characters that end lines.
@@ -84,11 +84,14 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     raise httpx.ReadError("the connection ended before the answer did")
 
 
-def _piece(event: dict[str, Any]) -> ChatPiece:
-    tokens = (event.get("usage") or {}).get("completion_tokens", 0)
-    choice = (event.get("choices") or [{}])[0]
+def _piece_of(event: dict[str, Any]) -> ChatPiece:
+    usage, choices = event.get("usage") or {}, event.get("choices") or [{}]
+    choice = choices[0]
     delta = choice.get("delta") or {"content": choice.get("text")}
     calls = [part["function"] for part in delta.get("tool_calls") or ()]
-    call = "".join((each.get("name") or "") + (each.get("arguments") or "") for each in calls)
-    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
-    return ChatPiece(delta.get("content") or "", reasoning, call, tokens)
+    return ChatPiece(
+        text=delta.get("content") or "",
+        reasoning=delta.get("reasoning") or delta.get("reasoning_content") or "",
+        call="".join((each.get("name") or "") + (each.get("arguments") or "") for each in calls),
+        tokens=usage.get("completion_tokens", 0),
+    )

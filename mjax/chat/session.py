@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mjax.chat.models import SETTINGS
+from mjax.chat.models import CHAT_SETTINGS
 from mjax.chat.screen import AnswerView
-from mjax.errors import UNREADABLE, UserError, or_user_error
+from mjax.errors import UserError, or_user_error
 from mjax.files import replace_text
+from mjax.json_file import read_json
 
 HELP = """\
 /set NAME VALUE   a setting; without VALUE the model's own; without NAME all that are set
@@ -48,31 +49,23 @@ class Talk:
             raise UserError("there is no question yet")
         return places[-1]
 
-    def save(self, path: Path) -> None:
-        """Write messages and settings as JSON. Raises `UserError`."""
-        said = {"messages": self.messages, "settings": self.settings}
-        with or_user_error(f"{path}: cannot be written ({{reason}})"):
-            replace_text(path, json.dumps(said, ensure_ascii=False, indent=1) + "\n")
-
     @classmethod
     def load(cls, path: Path) -> "Talk":
-        """Read what `save` wrote. Raises `UserError`."""
-        with or_user_error(f"{path}: cannot be read ({{reason}})", UNREADABLE):
-            said = json.loads(path.read_text(encoding="utf-8"))
+        """Read what /save wrote. Raises `UserError`."""
+        said = read_json(path)
         try:
             turns = [{"role": m["role"], "content": str(m["content"])} for m in said["messages"]]
             system = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else ""
-            settings = said.get("settings", {})
-            return cls(system, {key: settings[key] for key in settings if key in SETTINGS}, turns)
-        except (LookupError, TypeError, AttributeError):
+            return cls(system, dict(said.get("settings", {})), turns)
+        except (LookupError, TypeError, ValueError):
             form = '{"messages": [{"role": .., "content": ..}, ..]}'
             raise UserError(f"{path}: is no conversation, {form}") from None
 
 
 def setting_of(name: str, text: str) -> Any:
     """The value of a setting that a user gives as text. Raises `UserError` for another name."""
-    if name not in SETTINGS:
-        raise UserError(f"no setting {name!r}; one of {', '.join(SETTINGS)}")
+    if name not in CHAT_SETTINGS:
+        raise UserError(f"no setting {name!r}; one of {', '.join(CHAT_SETTINGS)}")
     try:
         return json.loads(text)
     except ValueError:
@@ -142,7 +135,10 @@ class Session:
             case "undo":
                 del turns[self.talk.last_question() :]
             case "save":
-                self.talk.save(Path(rest).expanduser())
+                said = {"messages": self.talk.messages, "settings": self.talk.settings}
+                with or_user_error(f"{rest}: cannot be written ({{reason}})"):
+                    text = json.dumps(said, ensure_ascii=False, indent=1)
+                    replace_text(Path(rest).expanduser(), text + "\n")
             case "load":
                 talk = Talk.load(Path(rest).expanduser())
                 self.model.check(talk.settings)

@@ -37,7 +37,7 @@ class ServeOptions:
 
 
 # Arguments of `LLM` that an option gives as it is.
-_OF_ENGINES = tuple(
+_LLM_ARGUMENTS = tuple(
     """tokenizer tensor_parallel_size dtype max_model_len max_num_seqs max_num_prefill_tokens
     kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens max_lora_rank
     max_queued""".split()
@@ -62,7 +62,7 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
-    engine = {name: getattr(args, name) for name in _OF_ENGINES}
+    engine = {name: getattr(args, name) for name in _LLM_ARGUMENTS}
     engine |= {"adapters": adapters, "max_loras": loras}
     api = {
         "api_keys": _keys(args.api_key, "MJAX_API_KEY"),

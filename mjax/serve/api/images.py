@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mjax.serve.base.wire import ImageFacts, ModelFacts
+from mjax.serve.base.wire import ImageFacts
 from mjax.serve.protocol.chat_request import Message, MessagePart
 from mjax.serve.protocol.errors import ApiError
 
@@ -13,18 +13,13 @@ IMAGE_MARK = "<image>"  # what stands for an image in a prompt
 NAME = "messages.content.image_url"
 
 
-def parts_with_images(messages: Sequence[Message]) -> list[MessagePart]:
-    """The parts of messages that are images, in order."""
-    lists = [message.content for message in messages if isinstance(message.content, list)]
-    return [part for parts in lists for part in parts if part.type == "image_url"]
-
-
-def images_of(facts: ModelFacts, messages: Sequence[Message]) -> list[np.ndarray]:
+def images_of(image: ImageFacts | None, messages: Sequence[Message]) -> list[np.ndarray]:
     """The images of messages, fp32 [H, W, C]. Raises `ApiError` for what cannot be read."""
-    parts = parts_with_images(messages)
-    if parts and facts.image is None:
+    lists = [message.content for message in messages if isinstance(message.content, list)]
+    parts = [part for parts in lists for part in parts if part.type == "image_url"]
+    if parts and image is None:
         raise ApiError(400, f"{NAME}: this model reads no images in messages", NAME)
-    return [_pixels(part, facts.image) for part in parts]
+    return [_pixels(part, image) for part in parts]
 
 
 def _pixels(part: MessagePart, image: ImageFacts) -> np.ndarray:

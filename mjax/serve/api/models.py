@@ -66,7 +66,8 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = [prompts.piece(token)[0] for token in ids]
+            texts = await prompts.in_thread(lambda: [prompts.piece(token)[0] for token in ids])
+            found["token_strs"] = texts
         return json_reply(found)
 
     @router.post("/detokenize")

@@ -79,7 +79,7 @@ class PromptMaker:
         self, texts: Sequence[str], with_prefix: bool | None = None
     ) -> list[list[int]]:
         """Ids of texts, but for `with_prefix` false after those that the model wants before one."""
-        self._require_short(texts)
+        self._require_short(texts, "prompt")
         prefix = () if with_prefix is False else self.tokenizer.prefix
         found = await self.in_thread(self.tokenizer.encode_batch, list(texts))
         return [[*prefix, *ids] for ids in found]
@@ -97,13 +97,14 @@ class PromptMaker:
         if wrong := RESERVED & (chat.variables or {}).keys():
             name = f"chat_template_kwargs.{min(wrong)}"
             raise ApiError(400, f"{name}: the server sets this variable", name)
-        facts = self._engines.facts
-        images = await self.in_thread(images_of, facts, chat.messages)
-        text = await self.in_thread(self._render, chat)
-        self._require_short([text])
-        encode = self.tokenizer.encode
-        ids = await self.in_thread(encode, text)
-        return text, expanded_ids(encode, text, ids, facts.image, len(images)), images
+        return await self.in_thread(self._made, chat)
+
+    def _made(self, chat: ChatPrompt) -> tuple[str, list[int], list[np.ndarray]]:
+        image, encode = self._engines.facts.image, self.tokenizer.encode
+        images = images_of(image, chat.messages)
+        text = self._render(chat)
+        self._require_short([text], "messages")
+        return text, expanded_ids(encode, text, encode(text), image, len(images)), images
 
     def require_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise `ApiError` for ids that are not the model's, or too many."""
@@ -123,13 +124,8 @@ class PromptMaker:
         """Raise `ApiError` unless a token fits behind a prompt of so many."""
         most = self._engines.facts.max_model_len
         if count >= most:
-            raise ApiError(
-                400,
-                f"{param}: {count} tokens leave no room for a new one within {most}, the longest "
-                "text of this model; shorten it",
-                param,
-                "context_length_exceeded",
-            )
+            message = f"{count} tokens leave no room for a new one within {most}"
+            raise _too_long(f"{message}, the longest text of this model; shorten it", param)
 
     def piece(self, token: int) -> tuple[str, list[int] | None]:
         """The text of a token, and its bytes if they are known."""
@@ -137,16 +133,10 @@ class PromptMaker:
             found = self._pieces[token] = _piece_of(self._engines.tokenizer, token)
         return found
 
-    def _require_short(self, texts: Sequence[str]) -> None:
-        most = _LETTERS * self._engines.facts.max_model_len
+    def _require_short(self, texts: Sequence[str], param: str) -> None:
         longest = max(map(len, texts), default=0)
-        if longest > most:
-            raise ApiError(
-                400,
-                f"a prompt of {longest} characters is longer than any text of this model",
-                "prompt",
-                "context_length_exceeded",
-            )
+        if longest > _LETTERS * self._engines.facts.max_model_len:
+            raise _too_long(f"{longest} characters are longer than any text of this model", param)
 
     def _render(self, chat: ChatPrompt) -> str:
         messages = [_plain(message, self.template) for message in chat.messages]
@@ -161,6 +151,10 @@ class PromptMaker:
             if not found:
                 raise UserError("continue_final_message: the template leaves out the last message")
         return text
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param, "context_length_exceeded")
 
 
 def _template(folder: Path | None, file: str | None) -> ChatTemplate | None:

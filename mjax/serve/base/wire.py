@@ -95,9 +95,10 @@ class Add(msgspec.Struct, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, tag=True, array_like=True):
-    """The client wants no more of its own request."""
+    """The client wants no more of its own request, or of one sample of it."""
 
     id: str
+    index: int | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -212,6 +213,6 @@ def kind_of(error: BaseException) -> str:
     return next((name for name in names if name in ERRORS), "UserError")
 
 
-packed = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+as_message = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 read_client = msgspec.msgpack.Decoder(FromClient, dec_hook=_from_plain).decode
 read_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).decode

@@ -205,7 +205,7 @@ def test_turns_go_on_and_commands_change_them(tmp_path):
         ("/undo", "there is no question yet"),
         ("/retry", "there is no question yet"),
         ("/save", "name a file"),
-        ("/load /none/there.json", "cannot be read"),
+        ("/load /none/there.json", "No such file"),
         ("/save /none/there.json", "cannot be written"),
         ("/bye", "no command /bye"),
         ("fails", "the queue is full"),

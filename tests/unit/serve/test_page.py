@@ -253,7 +253,7 @@ def test_errors_are_plain_words_with_a_way_on(opened):
         page.focus("#ask")
         fake.refusal = 503, "the queue is full"
         ask(page, "Again")
-        page.locator(".error", has_text="The server is busy. the queue is full").wait_for()
+        page.locator(".error", has_text="The server is busy: the queue is full").wait_for()
         fake.refusal, fake.error = None, "the engine has ended"
         page.get_by_role("button", name="Try again").click()
         page.locator(".error", has_text="the engine has ended").wait_for()
