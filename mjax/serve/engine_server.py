@@ -244,7 +244,7 @@ class EngineServer:
     def _send(self, client: bytes, message: wire.FromEngine) -> None:
         """Send, or end what a client has that is gone."""
         try:
-            self._socket.send_multipart([client, wire.packed(message)])
+            self._socket.send_multipart([client, wire.as_message(message)])
         except zmq.ZMQError:
             self._clients.pop(client, None)
             for id in [id for id, served in self._served.items() if served.client == client]:

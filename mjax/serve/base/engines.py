@@ -111,7 +111,7 @@ class _Replica:
 
     def send(self, message: wire.FromClient) -> None:
         if self.error is None and not self.socket.closed:
-            self.socket.send(wire.packed(message))  # at once: the queue has no limit
+            self.socket.send(wire.as_message(message))  # at once: the queue has no limit
 
     def die(self, message: str) -> None:
         """Fail all that waits, once."""
@@ -219,7 +219,7 @@ class Engines:
                 for index, parts in by_sample.items():
                     if answers[index].output.finish_reason is None:
                         first = last.setdefault(index, parts[0])
-                        piece = _piece(answers[index], parts, first)
+                        piece = _piece_of_parts(answers[index], parts, first)
                         if piece.finish_reason is not None and len(stream.open) > 1:
                             stream.leave(request_id, index)
                         yield piece
@@ -342,7 +342,9 @@ class Engines:
 _TOKENS_ALONE = {"stop": (), "detokenize": False}  # text is made here
 
 
-def _piece(answer: Answer, parts: Sequence[wire.SamplePart], first: wire.SamplePart) -> Piece:
+def _piece_of_parts(
+    answer: Answer, parts: Sequence[wire.SamplePart], first: wire.SamplePart
+) -> Piece:
     """The piece that parts of a sample add to it, up to where a stop string ends it."""
     output, text = answer.output, ""
     begin = len(output.token_ids)

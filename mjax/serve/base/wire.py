@@ -213,6 +213,6 @@ def kind_of(error: BaseException) -> str:
     return next((name for name in names if name in ERRORS), "UserError")
 
 
-packed = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+as_message = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 read_client = msgspec.msgpack.Decoder(FromClient, dec_hook=_from_plain).decode
 read_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).decode

@@ -50,8 +50,8 @@ def check(sizes: dict, mesh: dict | None = None) -> None:
 
 
 def test_of_a_decoder_and_of_an_encoder():
-    check({})
-    check(ENCODER)
+    check({"num_hidden_layers": 1})
+    check({"num_hidden_layers": 1, **ENCODER})
 
 
 @slow

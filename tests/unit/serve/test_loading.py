@@ -80,12 +80,13 @@ async def logprobs(engines: Engines, adapter: str | None = None) -> list[float]:
     return [value async for piece in stream for value in piece.logprobs]
 
 
-def wanted(folder: Path, adapter: Path | None = None) -> list[float]:
-    """What a model says that has only this adapter."""
-    adapters = None if adapter is None else {"a": adapter}
-    params = PARAMS.model_copy(update={"adapter": adapter and "a"})
+def wanted(folder: Path, adapters: dict[str, Path]) -> dict[str | None, list[float]]:
+    """What a model says without an adapter and with each of some, as it is loaded with them."""
     llm = LLM(folder, adapters=adapters, **SIZES)
-    return llm.generate([[7, 8, 9]], params)[0].outputs[0].logprobs
+    names = [None, *adapters]
+    params = [PARAMS.model_copy(update={"adapter": name}) for name in names]
+    outputs = llm.generate([[7, 8, 9]] * len(names), params)
+    return {n: o.outputs[0].logprobs for n, o in zip(names, outputs, strict=True)}
 
 
 def test_adapters_and_weights_change_while_a_model_is_served(home):
@@ -125,14 +126,12 @@ def test_adapters_and_weights_change_while_a_model_is_served(home):
         return found
 
     found = run(model, serve)
-    for name, folder, adapter in (
-        ("plain", "base", None),
-        ("one", "base", "one"),
-        ("two", "base", "two"),
-        ("two of other", "other", "two"),
-    ):
-        own = wanted(home / folder, adapter and home / adapter)
-        np.testing.assert_allclose(found[name], own, rtol=0, atol=1e-5)
+    folders = {name: home / name for name in ("one", "two")}
+    of_base, of_other = (wanted(home / folder, folders) for folder in ("base", "other"))
+    own = {"plain": of_base[None], "one": of_base["one"], "two": of_base["two"]}
+    own |= {"other": of_other[None], "two of other": of_other["two"]}
+    for name, values in own.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-5)
     assert not np.allclose(found["other"], found["plain"], atol=1e-2)
 
 
