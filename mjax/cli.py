@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "train": Command("train a model from a YAML config", "mjax.train.__main__"),
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
+    "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
     "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),
     "evaluate": Command("perplexity of a text, or tasks of a harness", "mjax.evaluate.__main__"),
     "data": DATA,

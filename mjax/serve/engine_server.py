@@ -28,9 +28,9 @@ from mjax.serve.base import wire
 from mjax.serve.base.wire import Abort, Add, Call, Hello, Leave
 
 IDLE = 0.1  # seconds between two looks at what has changed, while nothing is to be done
-Work = Callable[..., dict[str, Any] | None]  # what a command does between two steps
+BetweenSteps = Callable[..., dict[str, Any] | None]  # what a command does between two steps
 # A command that reads files first, beside the steps.
-SlowCommand = Callable[..., Work]
+SlowCommand = Callable[..., BetweenSteps]
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Served:
 
 
 @dataclass
-class Counts:
+class ServedCounts:
     """Totals since the start, as `Engines.stats` names them."""
 
     prompt_tokens: int = 0
@@ -71,7 +71,7 @@ class EngineServer:
         """`on_turn` is called after each step, and while there is nothing to do."""
         self.address, self.engine, self.facts = address, engine, facts
         self.slow: dict[str, SlowCommand] = {}
-        self.quick: dict[str, Work] = {
+        self.quick: dict[str, BetweenSteps] = {
             "stats": self.stats,
             "pause": lambda: self.report(engine.pause()),
             "resume": lambda: engine.resume(),
@@ -79,7 +79,7 @@ class EngineServer:
             "wake": lambda: engine.wake(),
             "reset_prefix_cache": self.forget_prefixes,
         }
-        self.counts, self.step_time = Counts(), time.monotonic()
+        self.counts, self.step_time = ServedCounts(), time.monotonic()
         self._on_turn = on_turn
         self._served: dict[str, Served] = {}
         self._clients: dict[bytes, None] = {}
@@ -141,16 +141,19 @@ class EngineServer:
         match message:
             case Add():
                 self._add(client, message)
-            case Leave(id):
+            case Leave(id, index):
                 served = self._served.get(id)
                 if served is not None and served.client == client:
-                    self._drop(id)
+                    if index is None:
+                        self._drop(id)
+                    else:
+                        self._drop_sample(served, index)
             case Abort(id):
                 if id in self._served:
                     self.engine.abort(id)
                     self._report_samples(self._served[id].request.samples)
             case Hello():
-                self._send(client, wire.Known(self.facts))
+                self._send(client, wire.FactsNow(self.facts))
             case Call():
                 self._call(client, message)
 
@@ -182,12 +185,21 @@ class EngineServer:
         self.engine.abort(id)
         self._count_end(served.request)
 
+    def _drop_sample(self, served: Served, index: int) -> None:
+        """End one sample of a request whose others go on."""
+        sample = served.request.samples[index]
+        served.sent[index] = -1
+        if not sample.has_ended:
+            sample.answer.finish("abort")
+            self.engine._end(sample)
+        self._report_samples([sample])
+
     def report(self, updates: Iterable[TokenUpdate]) -> None:
         self._report_samples(dict.fromkeys(update.sample for update in updates))
 
     def _report_samples(self, samples: Iterable[RequestSample]) -> None:
         """Send each client what is new of its samples, in one message."""
-        parts: dict[bytes, list[wire.Part]] = defaultdict(list)
+        parts: dict[bytes, list[wire.SamplePart]] = defaultdict(list)
         for sample in samples:
             output = sample.request.output
             served = self._served.get(output.request_id)
@@ -203,13 +215,13 @@ class EngineServer:
         for client, own in parts.items():
             self._send(client, wire.Step(own, load))
 
-    def _part(self, served: Served, sample: RequestSample) -> wire.Part:
+    def _part(self, served: Served, sample: RequestSample) -> wire.SamplePart:
         """The tokens of a sample that its client does not have."""
         made, output = sample.answer.output, served.request.output
         index, first = made.index, served.sent[made.index]
         served.sent[index] = -1 if made.finish_reason else len(made.token_ids)
         self.counts.generation_tokens += len(made.token_ids) - first
-        return wire.Part(
+        return wire.SamplePart(
             id=output.request_id,
             index=index,
             token_ids=made.token_ids[first:],
@@ -232,7 +244,7 @@ class EngineServer:
     def _send(self, client: bytes, message: wire.FromEngine) -> None:
         """Send, or end what a client has that is gone."""
         try:
-            self._socket.send_multipart([client, wire.pack(message)])
+            self._socket.send_multipart([client, wire.packed(message)])
         except zmq.ZMQError:
             self._clients.pop(client, None)
             for id in [id for id, served in self._served.items() if served.client == client]:
@@ -243,13 +255,13 @@ class EngineServer:
     def _call(self, client: bytes, call: Call) -> None:
         """Run a command; one that reads files does so in a thread, beside the steps."""
 
-        def answer(work: Work) -> None:
+        def answer(work: BetweenSteps) -> None:
             try:
-                result = wire.Result(call.number, work() or {})
+                result = wire.CallResult(call.number, work() or {})
             except Exception as e:
                 if not isinstance(e, UserError):
                     traceback.print_exc()
-                result = wire.Result(call.number, {}, wire.kind_of(e), first_line(e))
+                result = wire.CallResult(call.number, {}, wire.kind_of(e), first_line(e))
             self._send(client, result)
 
         def prepare() -> None:
@@ -276,7 +288,7 @@ class EngineServer:
         """Give all clients other facts of the model."""
         self.facts = facts
         for client in list(self._clients):
-            self._send(client, wire.Known(facts))
+            self._send(client, wire.FactsNow(facts))
 
     def stats(self) -> dict[str, Any]:
         """Totals and what is there now."""

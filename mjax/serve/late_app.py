@@ -6,23 +6,31 @@ Until they are ready /health is well and all else is 503.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
 from mjax.serve.api.limits import ApiOptions, json_reply
 from mjax.serve.app import make_app
 from mjax.serve.base.engines import Engines
-from mjax.serve.options import ServeOptions
+from mjax.serve.options import ServeOptions, tell
 from mjax.serve.protocol.errors import ApiError
 
 
 class LateApp:
-    """An ASGI application that becomes `make_app`'s once the engines at `addresses` are ready."""
+    """An ASGI application that becomes `make_app`'s once the engines at `addresses` are ready.
 
-    def __init__(self, addresses: Sequence[str], options: ServeOptions):
-        self._addresses, self._options = addresses, options
+    It calls `on_ready` then; an error on the way ends the process.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], options: ServeOptions, on_ready: Callable[[], None]
+    ):
+        self._addresses, self._options, self._on_ready = addresses, options, on_ready
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,6 +50,7 @@ class LateApp:
         await receive()
         async with Engines(self._addresses) as engines:
             work = asyncio.create_task(self._begin(engines))
+            work.add_done_callback(_end_with_error)
             await send({"type": "lifespan.startup.complete"})
             await receive()
             work.cancel()
@@ -57,3 +66,15 @@ class LateApp:
             options = {name: value for name, value in tuples.items() if name in named}
             options["chat_template"] = self._options.chat_template
             self._app = make_app(engines, ApiOptions(**options))
+            self._on_ready()
+
+
+def _end_with_error(work: asyncio.Task) -> None:
+    """End this process if the application could not be made; the parent then ends the rest."""
+    error = None if work.cancelled() else work.exception()
+    if isinstance(error, UserError):
+        tell(f"error: {error}")
+        os._exit(2)
+    if error is not None:
+        traceback.print_exception(error)
+        os._exit(1)

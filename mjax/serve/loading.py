@@ -1,5 +1,6 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.generate.options import image_scale, usual_scale
-from mjax.infer.embeddings import Embedder
 from mjax.infer.engine import GREEDY, LIMITED
 from mjax.infer.llm import LLM
 from mjax.infer.sample import Draws
@@ -25,7 +25,8 @@ from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.interop.sources import source_of
 from mjax.serve.base.wire import ImageFacts, ModelFacts
-from mjax.serve.engine_server import EngineServer, Work
+from mjax.serve.embeddings import Embedder
+from mjax.serve.engine_server import BetweenSteps, EngineServer
 from mjax.serve.options import ServeOptions
 from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
@@ -95,7 +96,9 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            made.warm_up(draws)
+            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
+                _ = made._grammars
+            made.warm_up(draws, all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()
@@ -137,7 +140,7 @@ class ServedModel:
     def add_commands(self, server: EngineServer) -> None:
         """Give the server of this model the commands that change it."""
         server.slow |= {
-            "reload": lambda path: self._reload(server, path),
+            "reload": lambda path=None: self._reload(server, path or self.options.model),
             "load_adapter": lambda name, path: self._load_adapter(server, name, path),
         }
         server.quick |= {
@@ -161,7 +164,7 @@ class ServedModel:
             raise UserError("the engine slept without weights; reload some")
         return self.engine._params
 
-    def _reload(self, server: EngineServer, path: str) -> Work:
+    def _reload(self, server: EngineServer, path: str) -> BetweenSteps:
         """Read other weights of this model into the host's memory; then go on with them."""
         try:
             mesh = make_mesh(MeshConfig(dp=1), jax.devices("cpu")[:1])
@@ -183,7 +186,7 @@ class ServedModel:
             server.report(self.engine.update_weights(loaded.params, donate=True))
         return {"version": self.engine.version}
 
-    def _load_adapter(self, server: EngineServer, name: str, path: str) -> Work:
+    def _load_adapter(self, server: EngineServer, name: str, path: str) -> BetweenSteps:
         if self.slots is None:
             raise UserError("there is no room for adapters: start the server with --max-loras N")
         found = self.slots.read(path)

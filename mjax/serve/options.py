@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What processes of a server have to know.
+    """Facts that all processes of a server know.
 
     - engine: arguments of `LLM` for each replica. name: of the model. chat_template: a file.
     - api: fields of `ApiOptions`. replicas, workers: engines, and processes that speak HTTP.
@@ -35,9 +36,22 @@ class ServeOptions:
     stuck_seconds: float = 300.0
 
 
+# Arguments of `LLM` that an option gives as it is.
+_OF_ENGINES = tuple(
+    """tokenizer tensor_parallel_size dtype max_model_len max_num_seqs max_num_prefill_tokens
+    kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens max_lora_rank
+    max_queued""".split()
+)
+
+
+def tell(line: str) -> None:
+    """Print a line on standard error."""
+    print(f"mjax: {line}", file=sys.stderr, flush=True)
+
+
 def read_options(argv: list[str] | None) -> ServeOptions:
     """The options of a command line. Raises `UserError` for values that cannot be."""
-    args = _parser().parse_args(argv)
+    args = _serve_parser().parse_args(argv)
     adapters = dict(map(_adapter, args.lora_modules))
     if len(adapters) < len(args.lora_modules):
         raise UserError("--lora-modules: two adapters have one name; give each its own")
@@ -48,22 +62,8 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
-    engine = {
-        "tokenizer": args.tokenizer,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_prefill_tokens": args.max_num_batched_tokens,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "quantization": args.quantization,
-        "enable_prefix_caching": args.enable_prefix_caching,
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "adapters": adapters,
-        "max_loras": loras,
-        "max_lora_rank": args.max_lora_rank,
-        "max_queued": args.max_queued_requests,
-    }
+    engine = {name: getattr(args, name) for name in _OF_ENGINES}
+    engine |= {"adapters": adapters, "max_loras": loras}
     api = {
         "api_keys": _keys(args.api_key, "MJAX_API_KEY"),
         "admin_keys": _keys(args.admin_key, "MJAX_ADMIN_KEY"),
@@ -100,7 +100,7 @@ def _adapter(text: str) -> tuple[str, str]:
     return name, path_text(path)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _serve_parser() -> argparse.ArgumentParser:
     about = "Serve a model through an API of OpenAI's form."
     parser = argparse.ArgumentParser(prog=program("serve"), description=about)
     what = "a run, a checkpoint, RUN@best, or a Hugging Face or Megatron folder"
@@ -136,12 +136,17 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
     number = {"type": int, "metavar": "N"}
     group.add_argument("--max-model-len", **number, help="tokens of the longest text")
+
+    def to(name: str) -> dict[str, Any]:
+        """Arguments of an option that `LLM` calls otherwise."""
+        return {**number, "dest": name, "help": about}
+
     about = "texts at a time; default: 256, on a CPU 16"
     group.add_argument("--max-num-seqs", **number, help=about)
     about = "tokens of prompts in a step; default: 2048, on a CPU 512"
-    group.add_argument("--max-num-batched-tokens", **number, help=about)
+    group.add_argument("--max-num-batched-tokens", **to("max_num_prefill_tokens"))
     about = "requests that may wait in an engine"
-    group.add_argument("--max-queued-requests", **number, default=1024, help=about)
+    group.add_argument("--max-queued-requests", **to("max_queued"), default=1024)
     group.add_argument("--kv-cache-dtype", choices=["fp8"], help="default: the model's")
     group.add_argument("--quantization", choices=["fp8"], help="of weights, as they are loaded")
     about = "tokens that are guessed where a text repeats itself"

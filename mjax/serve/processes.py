@@ -24,14 +24,14 @@ from typing import NoReturn
 
 from mjax.errors import INTERRUPTED, UserError, or_user_error, run_cli
 from mjax.run.faults.supervisor import SET_DEATH_SIGNAL, what_became
-from mjax.serve.options import ServeOptions
+from mjax.serve.options import ServeOptions, tell
 
 _LOOK = 0.1  # seconds between two looks at the children
 _GRACE = 5.0  # seconds that a child has to end in once it has nothing to do
 
 
 class Pulse:
-    """The time of an engine's last turn, in a file that the parent reads; 0: it is not ready."""
+    """The time of a child's last turn, in a file that the parent reads; 0: it is not ready."""
 
     _FORMAT = struct.Struct("<d")
 
@@ -67,7 +67,11 @@ class Server:
         with tempfile.TemporaryDirectory(prefix="mjax-") as home, door:
             self._home = Path(home)
             count = range(self.options.replicas)
-            self._pulses = [Pulse(self._home / f"pulse{number}") for number in count]
+            self._pulses = [Pulse(self._home / f"engine{number}.pulse") for number in count]
+            self._begun = [
+                Pulse(self._home / f"worker{number}.pulse")
+                for number in range(self.options.workers)
+            ]
             port = door.getsockname()[1]
             for number in count:
                 self._engines.append(self._start("engine", number))
@@ -123,11 +127,11 @@ class Server:
             code = self._fallen()
             if code is not None:
                 return code
-            if not is_ready and all(pulse.last for pulse in self._pulses):
+            if not is_ready and all(pulse.last for pulse in (*self._pulses, *self._begun)):
                 is_ready = True
                 host = self.options.host
                 where = f"[{host}]" if ":" in host else host
-                say(f"{self.options.name} is served at http://{where}:{port}")
+                tell(f"{self.options.name} is served at http://{where}:{port}")
             if self._is_stuck():
                 return 1
             time.sleep(_LOOK)
@@ -142,7 +146,7 @@ class Server:
                 if child.returncode == 2:  # it has said what a user can mend
                     return 2
                 became = what_became(child.returncode)
-                say(f"{role} {number} {became}: the server ends")
+                tell(f"{role} {number} {became}: the server ends")
                 return 1
         return None
 
@@ -151,13 +155,13 @@ class Server:
         limit = self.options.stuck_seconds
         for number, pulse in enumerate(self._pulses):
             if limit and pulse.last and time.monotonic() - pulse.last > limit:
-                say(f"engine {number} has made no step for {limit:g} s: the server ends")
+                tell(f"engine {number} has made no step for {limit:g} s: the server ends")
                 return True
         return False
 
     def _drain(self) -> int:
         """Let workers finish what runs; then end the engines. A second signal ends all at once."""
-        say("asked to stop: what runs may end, and nothing new is taken")
+        tell("asked to stop: what runs may end, and nothing new is taken")
         _signal_all(self._workers)
         if not self._ended(self._workers, self.options.shutdown_seconds + _GRACE):
             return INTERRUPTED if self._asked > 1 else 0
@@ -186,11 +190,6 @@ def _signal_all(children: list[subprocess.Popen]) -> None:
     for child in children:
         if child.poll() is None:
             child.terminate()
-
-
-def say(line: str) -> None:
-    """Print a line on standard error."""
-    print(f"mjax: {line}", file=sys.stderr, flush=True)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -233,7 +232,7 @@ def main() -> None:
     if told["role"] == "engine":
         run_cli(lambda: run_engine(options, Path(told["home"]), told["number"]))
     else:
-        run_cli(lambda: run_worker(options, Path(told["home"]), told["door"]))
+        run_cli(lambda: run_worker(options, Path(told["home"]), told["number"], told["door"]))
 
 
 def run_engine(options: ServeOptions, home: Path, number: int) -> None:
@@ -246,7 +245,7 @@ def run_engine(options: ServeOptions, home: Path, number: int) -> None:
 
     signal.signal(signal.SIGTERM, end)  # nothing is in flight that anyone waits for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pulse = Pulse(home / f"pulse{number}")
+    pulse = Pulse(home / f"engine{number}.pulse")
     model = ServedModel(options)
     address = f"ipc://{home}/engine{number}"
     server = EngineServer(address, model.engine, model.facts, pulse.beat)
@@ -263,7 +262,7 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def run_worker(options: ServeOptions, home: Path, door: int) -> None:
+def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> None:
     """Speak HTTP until SIGTERM, then until what runs has ended."""
     import uvicorn
 
@@ -271,7 +270,7 @@ def run_worker(options: ServeOptions, home: Path, door: int) -> None:
 
     addresses = [f"ipc://{home}/engine{number}" for number in range(options.replicas)]
     config = uvicorn.Config(
-        LateApp(addresses, options),
+        LateApp(addresses, options, Pulse(home / f"worker{worker}.pulse").beat),
         log_level="warning",
         access_log=False,
         lifespan="on",

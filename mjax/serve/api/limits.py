@@ -196,11 +196,13 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes],
+        headers: dict[str, str],
         slow: float,
         ends: float | None,
         as_error: Callable[[BaseException], ApiError],
     ):
-        super().__init__(None, 200, {"Cache-Control": "no-cache"}, "text/event-stream")
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._first, self._events, self._as_error = first, events, as_error
         self._slow, self._ends = slow, ends

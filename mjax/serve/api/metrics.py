@@ -41,7 +41,7 @@ _OF_ENGINES = {
     "prefix_queries": ("prefix_cache_queries", True),
     "prefix_hits": ("prefix_cache_hits", True),
     "preemptions": ("num_preemptions", True),
-    "drafts": ("spec_decode_num_draft_tokens", True),
+    "drafts": ("spec_decode_num_drafts", True),
     "accepted": ("spec_decode_num_accepted_tokens", True),
     "steps": ("engine_steps", True),
     "compiles": ("engine_compiles", True),

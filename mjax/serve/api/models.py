@@ -19,6 +19,7 @@ def _cards(service: Service) -> list[dict[str, Any]]:
     facts = service.engines.facts
     own = {"object": "model", "created": facts.created, "owned_by": "mjax"}
     own["max_model_len"] = facts.max_model_len
+    own["modalities"] = ["text"] if facts.image is None else ["text", "image"]
     base = {"id": facts.name, **own, "root": facts.name, "parent": None}
     named = [{"id": name, **own, "root": name, "parent": facts.name} for name in facts.adapters]
     return [base, *named]
@@ -65,7 +66,8 @@ def add_tokenizer(router: APIRouter, service: Service) -> None:
         most = service.engines.facts.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = [prompts.piece(token)[0] for token in ids]
+            texts = await prompts.in_thread(lambda: [prompts.piece(token)[0] for token in ids])
+            found["token_strs"] = texts
         return json_reply(found)
 
     @router.post("/detokenize")

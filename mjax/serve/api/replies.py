@@ -21,6 +21,7 @@ from mjax.serve.base.engines import Piece
 from mjax.serve.protocol.errors import ApiError
 from mjax.serve.protocol.sampling_fields import StreamOptions
 
+MOST_SCORES = 2**20  # log-probabilities of a prompt: more would hold up other replies
 Body = dict[str, Any]
 
 
@@ -87,6 +88,10 @@ class Reply:
         self.service.prompts.require_room(len(prompt), param)
         first = sum(job.params.n for job in self.jobs)
         self.require_few(first + params.n, "n")
+        scores = len(prompt) * (params.prompt_logprobs or 0)
+        if scores > MOST_SCORES:
+            message = f"{scores} of one prompt; at most {MOST_SCORES} are sent"
+            raise ApiError(400, f"prompt_logprobs: {message}", "prompt_logprobs")
         job = Job(self.id, prompt, params, first=first)
         self.jobs.append(replace(job, **own))
         self.usage.prompt += len(prompt)
@@ -116,16 +121,17 @@ class Reply:
         service, request = self.service, self._request
         ends = service.ends(self.body.timeout)
         await service.within(request, ends, self.prepare())
+        headers = {"X-Request-Id": self.id}
         if not self.body.stream:
-            found = await service.within(request, ends, self._object())
-            return json_reply(found, headers={"X-Request-Id": self.id})
+            return json_reply(await service.within(request, ends, self._object()), 200, headers)
         events = self._events()
         try:
             first = await service.within(request, ends, anext(events))
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(first, events, service.options.slow_seconds, ends, service.as_error)
+        slow = service.options.slow_seconds
+        return EventStream(first, events, headers, slow, ends, service.as_error)
 
     def _head(self, kind: str) -> Body:
         model = self.body.model or self.facts.name

@@ -8,6 +8,7 @@ any way, its caller's leaving among them, has nothing left in an engine.
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from mjax.serve.base.routing import PrefixRouter
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one sample: several tokens where more have come.
+    """News of one sample: several tokens where more have come.
 
     - finish_reason: in its last piece one of stop, length, abort, error.
     - stop_reason: the stop string or token that ended it, or the error.
@@ -55,21 +56,28 @@ class _Stream:
     """A request on its way: parts that its caller has not taken, or the error that ended it."""
 
     replica: "_Replica"
-    parts: list[wire.Part] = field(default_factory=list)
+    parts: list[wire.SamplePart] = field(default_factory=list)
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    open: int = 0  # samples of which more will come
+    open: set[int] = field(default_factory=set)  # samples of which more will come
 
-    def push(self, part: wire.Part) -> None:
+    def push(self, part: wire.SamplePart) -> None:
         self.parts.append(part)
-        self.open -= part.finish_reason is not None
+        if part.finish_reason is not None:
+            self.open.discard(part.index)
         self.news.set()
 
     def fail(self, error: Exception) -> None:
-        self.error, self.open = error, 0
+        self.error, self.open = error, set()
         self.news.set()
 
-    async def take(self) -> list[wire.Part]:
+    def leave(self, request_id: str, index: int) -> None:
+        """End a sample that has stopped here, if its engine goes on with it."""
+        if index in self.open:
+            self.open.discard(index)
+            self.replica.send(wire.Leave(request_id, index))
+
+    async def take(self) -> list[wire.SamplePart]:
         """All parts that have come, once there are some. Raises the error after the last part."""
         await self.news.wait()
         self.news.clear()
@@ -103,7 +111,7 @@ class _Replica:
 
     def send(self, message: wire.FromClient) -> None:
         if self.error is None and not self.socket.closed:
-            self.socket.send(wire.pack(message))  # at once: the queue has no limit
+            self.socket.send(wire.packed(message))  # at once: the queue has no limit
 
     def die(self, message: str) -> None:
         """Fail all that waits, once."""
@@ -196,20 +204,25 @@ class Engines:
         prompt = ids_of(prompt)
         stream = self._start(prompt, params, request_id)
         answers = self._answers(prompt, params)
-        last: dict[int, wire.Part] = {}
+        last: dict[int, wire.SamplePart] = {}
         try:
-            tensors = [wire.Tensor.of(image) for image in images]
-            fields = wire.fields_of_params(params.model_copy(update=_TOKENS_ALONE))
+            tensors = [wire.PlainArray.of(image) for image in images]
+            fields = wire.fields_of_params(params) | _TOKENS_ALONE
+            if params.seed is None:  # an engine would count, so that replicas draw alike
+                fields["seed"] = secrets.randbits(32)
             with or_user_error("a prompt has a token that is none: {reason}", OverflowError):
                 stream.replica.send(wire.Add(request_id, prompt, fields, text, tensors))
             while any(answer.output.finish_reason is None for answer in answers):
-                by_sample: dict[int, list[wire.Part]] = {}
+                by_sample: dict[int, list[wire.SamplePart]] = {}
                 for part in await stream.take():
                     by_sample.setdefault(part.index, []).append(part)
                 for index, parts in by_sample.items():
                     if answers[index].output.finish_reason is None:
                         first = last.setdefault(index, parts[0])
-                        yield _piece(answers[index], parts, first)
+                        piece = _piece(answers[index], parts, first)
+                        if piece.finish_reason is not None and len(stream.open) > 1:
+                            stream.leave(request_id, index)
+                        yield piece
         finally:
             del stream.replica.streams[request_id]
             if stream.open:
@@ -235,7 +248,7 @@ class Engines:
         replica = min(living or self._replicas, key=lambda replica: replica.load)
         given = {"prompts": [ids_of(prompt) for prompt in prompts], "pooling": pooling}
         found = await self._command(replica, "embed", given | {"adapter": adapter})
-        return wire.Tensor(*found["vectors"]).array
+        return wire.PlainArray(*found["vectors"]).array
 
     async def stats(self) -> list[dict[str, Any]]:
         """Totals and loads, an entry for each engine."""
@@ -256,7 +269,7 @@ class Engines:
         if not replica.streams:  # what it told is old
             replica.load = replica.sent = 0
         replica.sent += params.n
-        stream = replica.streams[request_id] = _Stream(replica, open=params.n)
+        stream = replica.streams[request_id] = _Stream(replica, open={*range(params.n)})
         return stream
 
     def _answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
@@ -301,15 +314,15 @@ class Engines:
             case wire.Refused(id, kind, text):
                 replica.sent = max(replica.sent - 1, 0)
                 if (stream := replica.streams.get(id)) is not None:
-                    stream.fail(wire.error_of(kind, text))
-            case wire.Result(number, value, kind, text):
+                    stream.fail(wire.error_named(kind, text))
+            case wire.CallResult(number, value, kind, text):
                 future = replica.results.pop(number, None)
                 if future is not None and not future.done():
                     if kind:
-                        future.set_exception(wire.error_of(kind, text))
+                        future.set_exception(wire.error_named(kind, text))
                     else:
                         future.set_result(value)
-            case wire.Known(facts):
+            case wire.FactsNow(facts):
                 self.facts = facts
                 if not replica.facts.done():
                     replica.facts.set_result(None)
@@ -326,11 +339,11 @@ class Engines:
                 return
 
 
-_TOKENS_ALONE = {"stop": (), "detokenize": False}
+_TOKENS_ALONE = {"stop": (), "detokenize": False}  # text is made here
 
 
-def _piece(answer: Answer, parts: Sequence[wire.Part], first: wire.Part) -> Piece:
-    """What parts of a sample add to it, up to where a stop string ends it."""
+def _piece(answer: Answer, parts: Sequence[wire.SamplePart], first: wire.SamplePart) -> Piece:
+    """The piece that parts of a sample add to it, up to where a stop string ends it."""
     output, text = answer.output, ""
     begin = len(output.token_ids)
     for part in parts:

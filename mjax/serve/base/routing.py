@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from mjax.infer.scheduling.pages import chain
 
-BLOCK = 64  # tokens
-_MOST = 100_000  # blocks remembered of a replica
+BLOCK_TOKENS = 64  # tokens
+_MOST_BLOCKS = 100_000  # blocks remembered of a replica
 _SLACK, _FACTOR = 8, 1.5  # samples, and times the least load, that a cached prefix is worth
 
 
@@ -28,7 +28,7 @@ class PrefixRouter:
         """
         if len(loads) == 1:
             return 0
-        hashes = chain(prompt, BLOCK, salt)
+        hashes = chain(prompt, BLOCK_TOKENS, salt)
         least = min(loads)
         found = [self._matched(number, hashes) for number in range(len(loads))]
         allowed = [load <= _FACTOR * least + _SLACK for load in loads]
@@ -50,5 +50,5 @@ class PrefixRouter:
         for hash in reversed(hashes):  # the first block is the last to be forgotten
             known[hash] = None
             known.move_to_end(hash)
-        while len(known) > _MOST:
+        while len(known) > _MOST_BLOCKS:
             known.popitem(last=False)

@@ -35,7 +35,7 @@ class ImageFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What clients know of a served model.
+    """Facts about a served model for its clients.
 
     - name: what requests call it. folder: with its tokenizer and chat template, or None.
     - max_model_len: tokens of the longest text. vocab_size: of the model.
@@ -61,7 +61,7 @@ class ModelFacts:
     image: ImageFacts | None = None
 
 
-class Tensor(msgspec.Struct, array_like=True):
+class PlainArray(msgspec.Struct, array_like=True):
     """An array of numpy."""
 
     dtype: str
@@ -69,7 +69,7 @@ class Tensor(msgspec.Struct, array_like=True):
     data: bytes
 
     @classmethod
-    def of(cls, array: np.ndarray) -> "Tensor":
+    def of(cls, array: np.ndarray) -> "PlainArray":
         return cls(str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
 
     @property
@@ -81,7 +81,7 @@ class Tensor(msgspec.Struct, array_like=True):
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """The first message of a client, which gets `Known`."""
+    """The first message of a client, which gets `FactsNow`."""
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -91,13 +91,14 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     prompt: list[int]
     params: dict[str, Any]
     text: str | None = None
-    images: list[Tensor] = []
+    images: list[PlainArray] = []
 
 
 class Leave(msgspec.Struct, tag=True, array_like=True):
-    """The client wants no more of its own request."""
+    """The client wants no more of its own request, or of one sample of it."""
 
     id: str
+    index: int | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -107,7 +108,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """A command, which gets one `Result` with the same number."""
+    """A command, which gets one `CallResult` with the same number."""
 
     number: int
     name: str
@@ -117,8 +118,8 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 # ---- from an engine ------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one sample of a request.
+class SamplePart(msgspec.Struct, array_like=True, gc=False):
+    """News of one sample of a request.
 
     cached: tokens of the prompt that were cached. prompt_logprobs: once, in sample 0.
     """
@@ -139,7 +140,7 @@ class Part(msgspec.Struct, array_like=True, gc=False):
 class Step(msgspec.Struct, tag=True, array_like=True):
     """The new tokens of one client's samples; `load`: samples that run or wait, of all clients."""
 
-    parts: list[Part]
+    parts: list[SamplePart]
     load: int
 
 
@@ -151,8 +152,8 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-class Result(msgspec.Struct, tag=True, array_like=True):
-    """What a command gave, or its error."""
+class CallResult(msgspec.Struct, tag=True, array_like=True):
+    """The result of a command, or its error."""
 
     number: int
     value: dict[str, Any] = {}
@@ -160,7 +161,7 @@ class Result(msgspec.Struct, tag=True, array_like=True):
     message: str = ""
 
 
-class Known(msgspec.Struct, tag=True, array_like=True):
+class FactsNow(msgspec.Struct, tag=True, array_like=True):
     """The facts of the model, also each time they change."""
 
     facts: ModelFacts
@@ -173,20 +174,20 @@ class Died(msgspec.Struct, tag=True, array_like=True):
 
 
 FromClient = Hello | Add | Leave | Abort | Call
-FromEngine = Step | Refused | Result | Known | Died
+FromEngine = Step | Refused | CallResult | FactsNow | Died
 
 
-def _encoded(thing: Any) -> Any:
+def _to_plain(thing: Any) -> Any:
     if isinstance(thing, Path):
         return str(thing)
     if isinstance(thing, SamplingParams):
         return fields_of_params(thing)
     if isinstance(thing, np.ndarray):
-        return Tensor.of(thing)
+        return PlainArray.of(thing)
     raise TypeError(f"{type(thing).__name__} does not travel")
 
 
-def _decoded(kind: type, thing: Any) -> Any:
+def _from_plain(kind: type, thing: Any) -> Any:
     return params_of_fields(thing) if kind is SamplingParams else kind(thing)
 
 
@@ -201,7 +202,7 @@ def params_of_fields(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given | ({} if form is None else {"structured": Structured(**form)}))
 
 
-def error_of(kind: str, message: str) -> Exception:
+def error_named(kind: str, message: str) -> Exception:
     """The error that travels as these two texts."""
     return ERRORS.get(kind, RuntimeError)(message)
 
@@ -212,6 +213,6 @@ def kind_of(error: BaseException) -> str:
     return next((name for name in names if name in ERRORS), "UserError")
 
 
-pack = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
-read_client = msgspec.msgpack.Decoder(FromClient, dec_hook=_decoded).decode
-read_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decoded).decode
+packed = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
+read_client = msgspec.msgpack.Decoder(FromClient, dec_hook=_from_plain).decode
+read_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).decode

@@ -111,9 +111,13 @@ class SamplingFields(_Same):
         """The request with guided_json, guided_regex .. as `structured_outputs`."""
         if not isinstance(given, dict) or given.get("structured_outputs") is not None:
             return given
-        names = [f"guided_{name}" for name in ("json", "regex", "grammar", "choice")]
-        older = {name[7:]: given[name] for name in names if given.get(name) is not None}
-        kept = {name: value for name, value in given.items() if name not in names}
+        kept, older = {}, {}
+        for name, value in given.items():
+            form = name.removeprefix("guided_")
+            if form == name or form not in ("json", "regex", "grammar", "choice"):
+                kept[name] = value
+            elif value is not None:
+                older[form] = value
         return kept | ({"structured_outputs": older} if older else {})
 
     @model_validator(mode="after")

@@ -65,6 +65,7 @@ def test_a_wrong_field_is_one_line_with_its_name(name):
         ({"structured": {"regex": "a"}, "ignore_eos": True}, "structured with ignore_eos"),
         ({"structured": {"regex": "a"}, "allowed_token_ids": [1]}, "structured with allowed"),
         ({"structured": {"regex": "a"}, "bad_words": ["a"]}, "structured with bad_words"),
+        ({"stop": "a", "detokenize": False}, "stop with detokenize=False"),
         ({"allowed_token_ids": [1], "bad_words": ["a"]}, "allowed_token_ids with bad_words"),
     ],
 )

@@ -202,7 +202,7 @@ def test_without_include_usage_each_chunk_has_a_choice(events):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_demanded_calls_are_well_formed(client, several):
-    given = {"model": "tiny", "messages": HI, "tools": [WEATHER, STOP], "max_tokens": 90}
+    given = {"model": "tiny", "messages": HI, "tools": [WEATHER, STOP], "max_tokens": 60}
     given |= {"tool_choice": "required", "parallel_tool_calls": several, "seed": 1}
     whole = client.chat.completions.create(**given).choices[0]
     calls = whole.message.tool_calls

@@ -1,5 +1,7 @@
 """Whatever comes is answered: bad requests, strangers, and callers who leave or do not read."""
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import pytest
 
 from mjax.infer.async_engine import EngineDied
 from mjax.serve.base.engines import Piece
+from tests.marks import slow
 from tests.unit.serve.conftest import LENGTH, QUEUED, served
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -67,6 +70,7 @@ BAD = [
     (*chat(tools=[TOOL], tool_choice="any"), "tool_choice"),
     (*chat(tool_choice="auto"), "tool_choice"),
     (*chat(tools=[TOOL, TOOL]), "tools"),
+    (*chat(tools=[TOOL] * 513), "tools"),
     (*chat(tools=[{"type": "function"}]), "tools.0.function"),
     (
         *chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
@@ -290,6 +294,7 @@ def test_a_reader_that_takes_nothing_is_dropped(live, monkeypatch):
     assert ended
 
 
+@slow
 def test_a_full_queue_is_told(slow_engine):
     live, count = slow_engine, QUEUED + 12
     with ThreadPoolExecutor(count) as pool:
@@ -383,6 +388,18 @@ def test_requests_are_aborted_by_the_id_of_their_reply(slow_engine):
     made = asked.result().json()
     assert made["id"] == "cmpl-mine" and made["choices"][0]["finish_reason"] == "abort"
     assert made["usage"]["completion_tokens"] < 100
+
+
+def test_the_page_runs_its_own_script_alone(live):
+    reply = httpx.get(f"{live.url}/")
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/html")
+    policy = dict(
+        part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; ")
+    )
+    (script,) = re.findall(r"<script>(.*?)</script>", reply.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    assert policy["script-src"] == f"'sha256-{digest}'"
 
 
 WORKER = """

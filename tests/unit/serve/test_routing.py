@@ -10,19 +10,19 @@ from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.serve.base import wire
 from mjax.serve.base.engines import Engines
-from mjax.serve.base.routing import BLOCK, PrefixRouter
+from mjax.serve.base.routing import BLOCK_TOKENS, PrefixRouter
 from mjax.serve.engine_server import in_thread
 from tests.laws.serving.kinds import make_engine
 
 WORDS = np.random.default_rng(0)
-PREFIXES = [WORDS.integers(0, 1000, 6 * BLOCK).tolist() for _ in range(12)]
+PREFIXES = [WORDS.integers(0, 1000, 6 * BLOCK_TOKENS).tolist() for _ in range(12)]
 
 
 def conversations(seed: int):
     """Prompts that begin with one of a few texts, in an order that is drawn."""
     rng = np.random.default_rng(seed)
     for _ in range(400):
-        own = rng.integers(0, 1000, rng.integers(1, 2 * BLOCK)).tolist()
+        own = rng.integers(0, 1000, rng.integers(1, 2 * BLOCK_TOKENS)).tolist()
         yield [*PREFIXES[rng.integers(len(PREFIXES))], *own]
 
 
@@ -35,7 +35,10 @@ def simulated(replicas: int, most: int) -> tuple[list[int], float, int]:
     for prompt in conversations(1):
         chosen = router.choose(prompt, loads)
         choices.append(chosen)
-        blocks = [tuple(prompt[: end + BLOCK]) for end in range(0, len(prompt) - BLOCK, BLOCK)]
+        blocks = [
+            tuple(prompt[: end + BLOCK_TOKENS])
+            for end in range(0, len(prompt) - BLOCK_TOKENS, BLOCK_TOKENS)
+        ]
         hits += sum(block in cached[chosen] for block in blocks)
         total += len(blocks)
         cached[chosen].update(blocks)

@@ -9,10 +9,10 @@ from flax import nnx
 from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.embeddings import POOLINGS, Embedder
 from mjax.infer.weights import mesh_of, take_apart
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
+from mjax.serve.embeddings import POOLINGS, Embedder
 from tests.laws.serving.kinds import KINDS, LENGTH, SMALL, VOCAB, on_mesh
 from tests.marks import slow
 
