@@ -62,7 +62,7 @@ class Caller:
     rng: random.Random
     adapters: tuple[str, ...] = ()
     counts: Counter = field(default_factory=Counter)
-    administrator: asyncio.Lock = field(default_factory=asyncio.Lock)
+    administrator: asyncio.Lock | None = None  # one command at a time
     probes: dict[str, str] = field(default_factory=dict)
     home: Path | None = None  # with base/, a model, and adapters, that an administrator loads
 
@@ -410,6 +410,7 @@ async def run(caller: Caller, count: int) -> None:
     names[:: max(count // 4, 1)] = [RARE[i % 2] for i in range(len(names[:: max(count // 4, 1)]))]
     names[20::25] = ["administrate"] * len(names[20::25])
     left, turns = iter(names), iter(range(count))
+    caller.administrator = asyncio.Lock()
 
     async def work() -> None:
         for name in left:

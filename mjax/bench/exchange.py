@@ -106,7 +106,7 @@ class RawReply(asyncio.Protocol):
 
 
 @dataclass
-class Reply:
+class TokenTimes:
     """A reply as it was read: times of its tokens, their counts, and what went wrong if any."""
 
     times: list[float] = field(default_factory=list)
@@ -115,13 +115,13 @@ class Reply:
     error: str | None = None
 
 
-def read_reply(exchange: RawReply) -> Reply:
+def read_reply(exchange: RawReply) -> TokenTimes:
     """Read the events of an exchange. Tokens count by `usage`, else an event is one."""
     if exchange.error is not None:
-        return Reply(error=exchange.error)
+        return TokenTimes(error=exchange.error)
     if exchange.status != 200:
-        return Reply(error=f"HTTP {exchange.status}: {_message(exchange.body)}")
-    reply, has_end = Reply(), False
+        return TokenTimes(error=f"HTTP {exchange.status}: {_message(exchange.body)}")
+    reply, has_end = TokenTimes(), False
     try:
         for when, data in exchange.events():
             if data == b"[DONE]":

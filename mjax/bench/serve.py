@@ -189,11 +189,11 @@ def requests_of(args: argparse.Namespace, count: int, number: int) -> list[tuple
         prompts = [prompt for prompt, _ in chosen]
         if args.new is None:
             new = [length or 200 for _, length in chosen]
-    prompts = [joined(shared[i], prompt) for i, prompt in zip(groups, prompts, strict=True)]
+    prompts = [prefixed(shared[i], prompt) for i, prompt in zip(groups, prompts, strict=True)]
     return list(zip(prompts, new, strict=True))
 
 
-def joined(prefix: list[int], prompt: list[int] | str) -> list[int] | str:
+def prefixed(prefix: list[int], prompt: list[int] | str) -> list[int] | str:
     """Put a prefix before a prompt, as words where the prompt is a text."""
     if isinstance(prompt, list):
         return prefix + prompt
