@@ -45,6 +45,7 @@ from mjax.infer.records import (
     RequestSample,
     RowWork,
     TokenUpdate,
+    WarmPrograms,
     bucket,
     drafts_of,
     flat_ids,
@@ -136,7 +137,7 @@ class Engine:
         self._records = Records(len(self.lanes), limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._warm: tuple[Draws, ...] = ()
+        self._warm = WarmPrograms()
         self._flying: deque[Launched] = deque()
         self._of_tokens: dict[Tokens, RequestSample] = {}
         self.requests: dict[str, Request] = {}
@@ -308,28 +309,26 @@ class Engine:
         """Take requests again after `sleep`."""
         self._sleeps = False
 
-    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED)) -> int:
+    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED), all_rules: bool = False) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        From then on a step takes the first of these kinds that does all that its rows need. The
-        compiler tries kernels in memory that the caches take with the first request.
+        From then on a step takes the first of these kinds that does all that its rows need.
+        `all_rules`: the last one also takes rules of rows, and scores prompts. The compiler tries
+        kernels in memory that the caches take with the first request.
         """
         if self._sleeps or self._params is None:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
+        warm = WarmPrograms(tuple(draws), all_rules)
         if any(kind.penalties for kind in draws):
             self._begin_counts()
-        rows, tokens = self._sizes
-        inputs = [(StepTokens(), self._records.empty(n)) for n in rows]
-        if self._drafts:
-            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
-            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
-        for count in tokens:
-            ids = np.zeros((len(self.lanes), count), np.int32)
-            inputs.append((StepTokens(ids), self._records.empty(self._chunks)))
-        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
+            for size in powers_of_two(16, self.limits.length):  # in the slot of no row
+                ids = np.full(size, -1, np.int32)
+                self._state = self.programs.count(self._state, self.limits.rows, ids, ids > 0)
+        sizes = self._sizes, self._chunks, self._drafts, self.cfg.vocab_size
+        calls = warm.inputs(self._records, *sizes)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self._program(*call), calls))
-        self._warm = tuple(draws)
+        self._warm = warm
         return len(self._compiled)
 
     # ---- a step ----------------------------------------------------------------------------------
@@ -388,7 +387,8 @@ class Engine:
             self._state = self.programs.empty()
         rules = rules_of_rows(places, self.cfg.vocab_size)
         draws = united([sample.draws for sample in places if sample is not None])
-        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
+        size = len(records), self.cfg.vocab_size
+        draws, rules = self._warm.choose(draws, rules, given, *size)
         if draws.penalties:
             self._count(filter(None, places))
         program = self._program(given, records, rules, draws)
@@ -420,7 +420,7 @@ class Engine:
             ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
             ids[: len(tokens.tokens)] = tokens.tokens
             is_output = np.arange(len(ids)) >= sample.request.given
-            slot = np.int32(sample.lane * (self.limits.rows + 1) + tokens.slot)
+            slot = sample.lane * (self.limits.rows + 1) + tokens.slot
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
     def _begin_counts(self) -> None:

@@ -63,7 +63,7 @@ class _Checked(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, **given: Any):
+    def __init__(self, /, **given: Any):
         try:
             super().__init__(**given)
         except ValidationError as e:
@@ -435,24 +435,35 @@ def text_stream(
 def row_rules(answers: Sequence[Answer | None], flying: Sequence[int], vocabulary: int) -> RowRules:
     """The rules of rows for their next tokens, in numpy; None: a row without.
 
-    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, so that
-    few programs are compiled.
+    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, and
+    where one row has any rule all have biases and bans, so that few programs are compiled.
     """
     pairs = list(zip(answers, flying, strict=True))
     biases = [dict(row.rules.bias) if row else {} for row in answers]
     bans = [row.banned(count) if row else [] for row, count in pairs]
     masks = [row.allowed() if row else None for row in answers]
     given = [mask for mask in masks if mask is not None]
-    ids, values, banned, allowed = None, None, None, None
-    if any(biases):
-        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
-        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
-    if any(bans):
-        banned = _padded_columns(bans, np.int32, -1)
+    if not (given or any(biases) or any(bans)):
+        return RowRules()
+    ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
+    values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
+    rules = RowRules(ids, values, None, _padded_columns(bans, np.int32, -1))
     if given:
-        allowed = np.full((len(masks), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+        rules = filled(rules, len(masks), vocabulary)
         for row, mask in enumerate(masks):
-            allowed[row] = allowed[row] if mask is None else mask
+            if mask is not None:
+                rules.allowed[row] = mask
+    return rules
+
+
+def filled(rules: RowRules, rows: int, vocabulary: int) -> RowRules:
+    """The same rules with all parts, those that were None without an effect."""
+    ids, values, allowed, banned = rules.bias_ids, rules.bias_values, rules.allowed, rules.banned
+    if ids is None:
+        ids = banned = np.full((rows, 16), -1, np.int32)
+        values = np.zeros((rows, 16), np.float32)
+    if allowed is None:
+        allowed = np.full((rows, -(-vocabulary // 32)), 2**32 - 1, np.uint32)
     return RowRules(ids, values, allowed, banned)
 
 

@@ -141,10 +141,13 @@ class EngineServer:
         match message:
             case Add():
                 self._add(client, message)
-            case Leave(id):
+            case Leave(id, index):
                 served = self._served.get(id)
                 if served is not None and served.client == client:
-                    self._drop(id)
+                    if index is None:
+                        self._drop(id)
+                    else:
+                        self._drop_sample(served, index)
             case Abort(id):
                 if id in self._served:
                     self.engine.abort(id)
@@ -181,6 +184,15 @@ class EngineServer:
         served = self._served.pop(id)
         self.engine.abort(id)
         self._count_end(served.request)
+
+    def _drop_sample(self, served: Served, index: int) -> None:
+        """End one sample of a request whose others go on."""
+        sample = served.request.samples[index]
+        served.sent[index] = -1
+        if not sample.has_ended:
+            sample.answer.finish("abort")
+            self.engine._end(sample)
+        self._report_samples([sample])
 
     def report(self, updates: Iterable[TokenUpdate]) -> None:
         self._report_samples(dict.fromkeys(update.sample for update in updates))

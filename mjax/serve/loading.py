@@ -98,7 +98,7 @@ class ServedModel:
         if self.options.warm_up:
             with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
                 _ = made._grammars
-            made.warm_up(draws)
+            made.warm_up(draws, all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()

@@ -59,16 +59,23 @@ class _Stream:
     parts: list[wire.SamplePart] = field(default_factory=list)
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    open: int = 0  # samples of which more will come
+    open: set[int] = field(default_factory=set)  # samples of which more will come
 
     def push(self, part: wire.SamplePart) -> None:
         self.parts.append(part)
-        self.open -= part.finish_reason is not None
+        if part.finish_reason is not None:
+            self.open.discard(part.index)
         self.news.set()
 
     def fail(self, error: Exception) -> None:
-        self.error, self.open = error, 0
+        self.error, self.open = error, set()
         self.news.set()
+
+    def leave(self, request_id: str, index: int) -> None:
+        """End a sample that has stopped here, if its engine goes on with it."""
+        if index in self.open:
+            self.open.discard(index)
+            self.replica.send(wire.Leave(request_id, index))
 
     async def take(self) -> list[wire.SamplePart]:
         """All parts that have come, once there are some. Raises the error after the last part."""
@@ -212,7 +219,10 @@ class Engines:
                 for index, parts in by_sample.items():
                     if answers[index].output.finish_reason is None:
                         first = last.setdefault(index, parts[0])
-                        yield _piece(answers[index], parts, first)
+                        piece = _piece(answers[index], parts, first)
+                        if piece.finish_reason is not None and len(stream.open) > 1:
+                            stream.leave(request_id, index)
+                        yield piece
         finally:
             del stream.replica.streams[request_id]
             if stream.open:
@@ -259,7 +269,7 @@ class Engines:
         if not replica.streams:  # what it told is old
             replica.load = replica.sent = 0
         replica.sent += params.n
-        stream = replica.streams[request_id] = _Stream(replica, open=params.n)
+        stream = replica.streams[request_id] = _Stream(replica, open={*range(params.n)})
         return stream
 
     def _answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:

@@ -95,9 +95,10 @@ class Add(msgspec.Struct, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, tag=True, array_like=True):
-    """The client wants no more of its own request."""
+    """The client wants no more of its own request, or of one sample of it."""
 
     id: str
+    index: int | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

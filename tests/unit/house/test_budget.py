@@ -89,10 +89,10 @@ ROOMS = {
     "data": 5_000,
     "checkpoint interop convert": 8_500,
     "train run": 4_000,
-    "post": 2_600,
+    "post": 2_450,
     "serve chat": 2_500,
     "infer generate": 3_200,
-    "evaluate export bench report prove cli errors files json_file __init__": 4_000,
+    "evaluate export bench report prove cli errors files json_file __init__": 4_150,
 }
 
 

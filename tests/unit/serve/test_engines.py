@@ -160,6 +160,30 @@ def test_a_request_whose_samples_have_all_stopped_leaves_its_engine(unhurried):
     assert stats["generation_tokens"] < 50
 
 
+def test_a_sample_that_has_stopped_leaves_those_of_its_request_that_go_on(unhurried):
+    params = {"n": 3, "temperature": 1.0, "seed": 3, "allowed_token_ids": LETTERS}
+    made = directly(unhurried, PROMPT, SamplingParams(**params, max_tokens=50)).outputs
+    stop = made[1].text[2:4]
+    ask = SamplingParams(**params, max_tokens=50, stop=stop)
+    wanted = directly(unhurried, PROMPT, ask).outputs
+    lengths = [len(one.token_ids) for one in wanted]
+    assert sorted(lengths)[0] == 4 and sorted(lengths)[-1] == 50
+    running = []
+
+    async def serve(engines):
+        found = defaultdict(list)
+        async for piece in engines.generate(PROMPT, ask, request_id="x"):
+            found[piece.index].append(piece)
+            running.append(len(unhurried.lanes[0].running))
+        return found
+
+    with in_thread(unhurried, FACTS) as given:
+        found = run(given, serve)
+    assert [told(found[i]) for i in range(3)] == [vars(one) for one in wanted]
+    assert min(running[:-4]) < 3
+    at_rest(unhurried)
+
+
 def test_whoever_leaves_frees_pages_at_once(unhurried, server):
     async def serve(engines):
         for number in range(8):  # before it is added, and later

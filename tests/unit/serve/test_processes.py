@@ -120,7 +120,7 @@ def test_what_runs_ends_after_sigterm_and_nothing_new_is_taken(toy):
 @slow
 def test_no_process_is_left_however_the_server_ends(toy):
     more = "--admin-key=k", "--port=0"
-    for end, code in ((None, -signal.SIGKILL), ("engine", 1), ("worker", 1), ("twice", 130)):
+    for end, code in ((None, -signal.SIGKILL), ("engine", 1), ("twice", 130)):
         several = ("--data-parallel-size=2", "--api-server-count=2") if end is None else ()
         server = Started(toy, *SMALL, *more, *several)
         url = server.ready()

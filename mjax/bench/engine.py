@@ -1,0 +1,147 @@
+"""`python -m mjax.bench engine --config X [a.b=c ...]`: the engine under load.
+
+A model of random weights continues random prompts to a fixed length. Without `--rate` all requests
+come at once: `tokens_per_second` counts new tokens until the last one. With it they come at random
+times, so many a second on average. `first_ms` is the time from a request's arrival to its first
+token, `between_ms` from one token to the next of the same request; both as median and 99th
+percentile. `ms` is the median time of a step in which nothing else than decoding ran. Compiling and
+one short request come before all clocks.
+
+With `--drafts k` the engine guesses up to k tokens of each row and verifies them in one step;
+`accepted` is the mean number of right ones in a row with guesses. With `--repeat p` each prompt
+repeats p random tokens, and a random model soon repeats itself after it.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from mjax.bench.decode import random_weights
+from mjax.bench.report import parse_with_config, report, rounded
+from mjax.config import load
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError, program
+from mjax.infer.engine import GREEDY, Engine
+from mjax.infer.requests import SamplingParams
+from mjax.infer.scheduling.scheduler import Limits
+from mjax.models import definition_of
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=program("bench engine"), description=__doc__)
+    parser.add_argument("--requests", type=int, default=64, help="requests (default 64)")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt (1000)")
+    parser.add_argument("--new", type=int, default=200, help="new tokens of each (200)")
+    parser.add_argument("--rows", type=int, default=256, help="requests that run at a time (256)")
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in a step (2048)")
+    parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
+    parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
+    parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
+    parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
+    parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    args = parse_with_config(parser, argv)
+    if args.config is None and not args.overrides:
+        raise UserError("bench engine: no model; give --config configs/models/llama3_8b.yaml")
+    positive = args.requests, args.prompt, args.rows, args.chunk, args.new - 1, args.repeat or 1
+    least = min(*positive, args.drafts + 1)
+    if least < 1 or (args.rate is not None and args.rate <= 0) or args.shared > args.prompt:
+        raise UserError(
+            "bench engine: --requests, --prompt, --rows, --chunk and --repeat are at least 1, "
+            "--new 2, --drafts 0, --rate above 0, --shared at most --prompt"
+        )
+    return report(args, measure_engine(load(args.config, args.overrides).model, args))
+
+
+def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]:
+    """One record of the load that the arguments describe."""
+    began = time.perf_counter()
+    definition = definition_of(cfg)
+    engine = Engine(
+        definition,
+        random_weights(cfg, definition.specs, args.dtype),
+        cfg,
+        dtype=args.dtype,
+        limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
+        cache_dtype=args.cache_dtype,
+        weight_dtype=args.weight_dtype,
+        donate=True,
+        drafts=args.drafts,
+    )
+    made = time.perf_counter()
+    programs = engine.warm_up([GREEDY])
+    ready = time.perf_counter()
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, cfg.vocab_size, (args.requests + 1, args.prompt))
+    if args.repeat is not None:
+        prompts = prompts[:, np.arange(args.prompt) % args.repeat]
+    prompts[:, : args.shared] = prompts[0, : args.shared]
+    run_load(engine, prompts[-1:], args.new, None)
+    times = run_load(engine, prompts[:-1], args.new, args.rate)
+    yield {
+        "bench": "engine",
+        "case": {
+            "layers": cfg.num_hidden_layers,
+            "hidden": cfg.hidden_size,
+            "dtype": args.dtype,
+            **{name: getattr(args, name) for name in _CASE},
+        },
+        **times,
+        "pages": engine.programs.sizes.pages,
+        "programs": programs,
+        "compiled_later": len(engine._compiled) - programs,
+        "start_s": rounded(made - began),
+        "compile_s": rounded(ready - made),
+        "peak_gb": rounded(
+            (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
+        ),
+    }
+
+
+_CASE = "requests prompt new rows chunk rate shared drafts repeat cache_dtype weight_dtype".split()
+
+
+def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:
+    """Serve all prompts; the figures of the module's docstring."""
+    rng, wanted = np.random.default_rng(1), SamplingParams(max_tokens=new, ignore_eos=True)
+    gaps = np.zeros(len(prompts)) if rate is None else rng.exponential(1 / rate, len(prompts))
+    arrivals = np.cumsum(gaps) - gaps[0]
+    waiting = list(zip(arrivals, prompts.tolist(), strict=True))[::-1]
+    came: dict[str, float] = {}
+    ends: dict[str, list[float]] = {}
+    verified, accepted = engine.verified, engine.accepted
+    steps, began = [], time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and waiting[-1][0] <= time.perf_counter() - began:
+            arrival, prompt = waiting.pop()
+            name = engine.add(prompt, wanted).output.request_id
+            came[name], ends[name] = arrival, []
+        prefills = engine.prefills
+        start = time.perf_counter()
+        updates = engine.step()
+        now = time.perf_counter() - began
+        if prefills == engine.prefills and updates:
+            steps.append(time.perf_counter() - start)
+        for update in updates:
+            ends[update.request.output.request_id].append(now)
+    total = time.perf_counter() - began
+    first = [1e3 * (times[0] - came[name]) for name, times in ends.items()]
+    between = np.concatenate([1e3 * np.diff(times) for times in ends.values()])
+    return {
+        "ms": rounded(1e3 * float(np.median(steps))),
+        "tokens_per_second": rounded(sum(map(len, ends.values())) / total),
+        "seconds": rounded(total),
+        "first_ms": _spread(first),
+        "between_ms": _spread(between),
+        "accepted": rounded(
+            (engine.accepted - accepted) / max(engine.verified - verified, 1),
+        ),
+    }
+
+
+def _spread(values) -> dict[str, float]:
+    return {f"p{q}": rounded(float(np.percentile(values, q))) for q in (50, 99)}
