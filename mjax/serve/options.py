@@ -8,7 +8,7 @@ from typing import Any
 
 from mjax.config.languages.paths import path_text
 from mjax.errors import UserError, program
-from mjax.serve.parsers import reply_parser
+from mjax.serve.parsers.reply import reply_parser
 
 
 @dataclass(frozen=True)
