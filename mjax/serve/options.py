@@ -8,7 +8,7 @@ from typing import Any
 
 from mjax.config.languages.paths import path_text
 from mjax.errors import UserError, program
-from mjax.serve.parsers.reply import reply_parser
+from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,6 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
-    parsers = args.tool_call_parser, args.reasoning_parser
-    reply_parser(*parsers, has_tools=True, in_reasoning=False)  # it names those that there are
     engine = {name: getattr(args, name) for name in _LLM_ARGUMENTS}
     engine |= {"adapters": adapters, "max_loras": loras}
     api = {
@@ -128,8 +126,9 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--allowed-origins", nargs="+", default=[], metavar="URL", help=about)
     about = "seconds until a request is answered; default: any number"
     group.add_argument("--request-timeout", type=float, metavar="S", help=about)
-    group.add_argument("--tool-call-parser", metavar="P", help="default: as the template suggests")
-    group.add_argument("--reasoning-parser", metavar="P", help="likewise")
+    about = "default: as the template suggests"
+    group.add_argument("--tool-call-parser", choices=TOOL_PARSERS, help=about)
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help="likewise")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:

@@ -176,7 +176,6 @@ def test_options_are_read(monkeypatch):
     for arguments, message in (
         (["--lora-modules", "a=b", "a=c"], "one name"),
         (["--data-parallel-size", "0"], "--data-parallel-size 0"),
-        (["--tool-call-parser", "none"], "no parser 'none'; there are hermes"),
     ):
         with pytest.raises(UserError, match=message):
             read_options(["x", *arguments])
