@@ -52,8 +52,9 @@ class AnswerView:
         self._reasoning += piece.reasoning
         self._text += piece.text
         done = whole_blocks(self._text)
-        self._print(self._text[:done])
-        self._text = self._text[done:]
+        if done:
+            self._print(self._text[:done])
+            self._text = self._text[done:]
         if time.perf_counter() - self._drawn > _INTERVAL:
             self._draw(Markdown(self._text) if self._text else Text(self._reasoning, "dim"))
             self._drawn = time.perf_counter()
@@ -66,10 +67,10 @@ class AnswerView:
 
     def _print(self, text: str) -> None:
         """Print markdown for good, after the reasoning that led to it."""
+        if self._reasoning:
+            self._console.print(Text(f"{self._reasoning.strip()}\n", "dim"))
+            self._reasoning = ""
         if text.strip():
-            if self._reasoning:
-                self._console.print(Text(f"{self._reasoning.strip()}\n", "dim"))
-                self._reasoning = ""
             self._console.print(Markdown(text))
             self._console.print()
 

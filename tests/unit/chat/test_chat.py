@@ -163,6 +163,11 @@ def test_a_model_in_the_process_answers_through_its_template(model, piped):
         piped("Hi", *given, "--temperature", "-1")
 
 
+def test_what_a_model_thinks_is_no_answer(model, piped, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}<think>")
+    assert piped("Hi", "X", "--tokenizer", "byte", "--max-tokens", "12") == "\n"
+
+
 def test_a_model_without_template_says_how_to_go_on(model, piped, tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="^X: .*--raw continues plain text"):
