@@ -266,6 +266,16 @@ def test_a_terminal_shows_markdown_once_and_thoughts_before_it():
     assert "**" not in console.file.getvalue() and "The end." in shown
 
 
+@pytest.mark.parametrize("is_markdown", [True, False])
+def test_a_model_cannot_steer_the_terminal(is_markdown):
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
+    with AnswerView(console, is_markdown) as view:
+        view.add(ChatPiece("a\x1b]0;title\x07b", "c\x1b[2Jd", "f\x9b5n"))
+    shown = console.file.getvalue()
+    assert "a]0;titleb" in shown and "f5n" in shown
+    assert not [given for given in ("\x1b]", "\x1b[2J", "\x07", "\x9b") if given in shown]
+
+
 def test_whole_blocks_end_where_no_later_text_can_reach():
     text = "One.\n\n- a\n\n- b\n\nTwo\n\n```\ncode\n\nmore\n```\n\nThree"
     for cut in range(len(text) + 1):
