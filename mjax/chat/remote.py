@@ -48,7 +48,7 @@ class RemoteTalker:
             async for event in _sent_events(response):
                 if error := event.get("error"):
                     raise UserError(f"{self._url}: {error['message']}")
-                yield _piece_of(event)
+                yield _chat_piece(event)
 
     @asynccontextmanager
     async def _asked(self, method: str, path: str, **given) -> AsyncIterator[httpx.Response]:
@@ -84,7 +84,7 @@ async def _sent_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]
     raise httpx.ReadError("the connection ended before the answer did")
 
 
-def _piece_of(event: dict[str, Any]) -> ChatPiece:
+def _chat_piece(event: dict[str, Any]) -> ChatPiece:
     usage, choices = event.get("usage") or {}, event.get("choices") or [{}]
     choice = choices[0]
     delta = choice.get("delta") or {"content": choice.get("text")}
