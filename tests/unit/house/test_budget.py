@@ -89,9 +89,9 @@ ROOMS = {
     "data": 4_950,
     "checkpoint interop convert": 8_550,
     "train run": 4_000,
-    "post": 950,
+    "post": 850,
     "serve chat": 4_000,
-    "infer generate": 3_200,
+    "infer generate": 3_300,
     "evaluate export bench report prove cli errors files json_file __init__": 4_350,
 }
 
