@@ -114,14 +114,9 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
 def _add_page(router: APIRouter) -> None:
     """Add the page at /, which may run its own script alone and ask this server alone."""
     file = resources.files("mjax.serve") / "page" / "index.html"
-    if not file.is_file():
-        return
     text = file.read_text(encoding="utf-8")
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     policy = (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; {_own_source(text, 'script')}; {_own_source(text, 'style')}; "
         "img-src data: blob:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
@@ -134,3 +129,10 @@ def _add_page(router: APIRouter) -> None:
     @router.get("/", include_in_schema=False)
     async def page() -> Response:
         return Response(text, 200, headers, "text/html; charset=utf-8")
+
+
+def _own_source(text: str, tag: str) -> str:
+    """The part of a page's policy that allows what stands in its own elements of this tag."""
+    found = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found]
+    return f"{tag}-src " + " ".join(f"'sha256-{one}'" for one in hashes)
