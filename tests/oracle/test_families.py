@@ -22,13 +22,16 @@ from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only
 from mjax.train import Trainer
 from tests.generation import made_ids
-from tests.marks import quick
-from tests.oracle.families import MODELS, make
+from tests.marks import quick, slow
+from tests.oracle.families import LATER, MODELS, make
 
 ROWS, SEQ = 2, 40
 
 
-@pytest.fixture(scope="module", params=MODELS)
+CASES = [pytest.param(name, marks=slow if name in LATER else ()) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def hf(request, tmp_path_factory):
     """(name, the transformers model, the folder it was saved in)."""
     model = make(request.param)

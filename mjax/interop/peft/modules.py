@@ -25,15 +25,19 @@ _OF_LLAVA = (
     (r"^multi_modal_projector", "model.multi_modal_projector"),
     (r"^image_newline", "model.image_newline"),
 )
+_OF_GRANITE = (
+    (r"(block_sparse_moe)\.input_linear\.weight$", r"\1.experts.gate_up_proj"),
+    (r"(block_sparse_moe)\.output_linear\.weight$", r"\1.experts.down_proj"),
+    (r"(block_sparse_moe\.router)\.layer\.", r"\1."),
+)
 # Regular expressions on names of files and what replaces them, in order, by model_type.
 _RENAMED = {
     "mixtral": ((r"\.block_sparse_moe\.", ".mlp."),),
     "nemotron_h": ((r"^backbone", "model"),),
-    "granitemoehybrid": (
-        (r"(block_sparse_moe)\.input_linear\.weight$", r"\1.experts.gate_up_proj"),
-        (r"(block_sparse_moe)\.output_linear\.weight$", r"\1.experts.down_proj"),
-        (r"(block_sparse_moe\.router)\.layer\.", r"\1."),
-    ),
+    "minimax_m2": ((r"\.block_sparse_moe\.", ".mlp."),),
+    "hy_v3": ((r"\.router\.gate\.", ".gate."), (r"\.shared_mlp\.", ".shared_experts.")),
+    "granitemoe": _OF_GRANITE,
+    "granitemoehybrid": _OF_GRANITE,
     "llava": _OF_LLAVA,
     "llava_onevision": _OF_LLAVA,
     "vit": (
@@ -49,8 +53,11 @@ _RENAMED = {
 # As a parameter it is adapted all the same.
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _WITH_OLD_EXPERTS = frozenset(
-    "deepseek_v2 deepseek_v3 glm4_moe olmoe qwen2_moe qwen3_moe qwen3_next".split()
+    """deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hy_v3 kimi_k2
+    olmoe qwen2_moe qwen3_moe qwen3_next solar_open""".split()
 )
+
+Rows = slice | list[int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,12 @@ class ModulePart:
 
     path: Leaf
     batches: tuple[tuple[int, ...], ...]
-    rows: slice
+    rows: Rows
+
+    @property
+    def first_row(self) -> int:
+        """The first of its rows."""
+        return self.rows.start if isinstance(self.rows, slice) else self.rows[0]
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ def _module_of(
 ) -> Module | None:
     """The module of one matrix, with the part that this matrix is."""
     sizes = _sizes_of_matrix(spec, slot)
-    if sizes is None or slot.block > 1:
+    if sizes is None:
         return None
     (inputs, outputs), start = sizes, slot.start
     expert = None if in_files else _EXPERT.fullmatch(slot.tensor)
@@ -150,8 +162,11 @@ def _module_of(
         name = tensor if is_parameter else tensor.removesuffix(".weight")
     elif slot.lead:
         return None
-    stop = start + slot.step * (outputs - 1) + 1
-    part = ModulePart(path, (slot.batch,), slice(start, stop, slot.step))
+    stop = start + slot.row(outputs - 1) - slot.start + 1
+    rows: Rows = slice(start, stop, slot.step)
+    if slot.block > 1:
+        rows = [slot.row(i) for i in range(outputs)]
+    part = ModulePart(path, (slot.batch,), rows)
     transposed = bool(slot.axis) and not is_parameter
     return Module(name, spec.role, inputs, stop, (part,), is_parameter, transposed)
 
@@ -185,7 +200,7 @@ def _with_part(module: Module, other: Module) -> Module:
             break
     else:
         parts.append(new)
-    parts.sort(key=lambda part: part.rows.start)
+    parts.sort(key=lambda part: part.first_row)
     return replace(module, parts=tuple(parts), outputs=max(module.outputs, other.outputs))
 
 
