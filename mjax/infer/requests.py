@@ -439,13 +439,12 @@ def row_rules(
     answers: Sequence[Answer | None],
     flying: Sequence[int],
     vocabulary: int,
-    whole: bool = False,
     drafts: np.ndarray | None = None,
 ) -> RowRules:
     """The rules of rows for their next tokens, in numpy; None: a row without.
 
-    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, so that
-    few programs are compiled. whole: all parts are given, at one width: a single program.
+    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, and
+    where one row has any rule all have biases and bans, so that few programs are compiled.
     drafts: int32 [R, k], guesses of tokens (`StepTokens`); masks are then [R * (1 + k), W].
     """
     pairs = list(zip(answers, flying, strict=True))
@@ -457,23 +456,35 @@ def row_rules(
     for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
         found = row.allowed(own[own >= 0].tolist()) if row else []
         masks |= {number * each + place: mask for place, mask in enumerate(found)}
-    ids, values, banned, allowed = None, None, None, None
-    width = _MOST if whole else 16
-    if whole or any(biases):
-        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1, width)
-        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0, width)
-    if whole or any(bans):
-        banned = _padded_columns(bans, np.int32, -1, width)
-    if whole or masks:
-        allowed = np.full((guesses.size + len(answers), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+    if not (masks or any(biases) or any(bans)):
+        return RowRules()
+    ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
+    values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
+    rules = RowRules(ids, values, None, _padded_columns(bans, np.int32, -1))
+    if masks:
+        rules = filled(rules, len(answers), vocabulary, each)
         for place, mask in masks.items():
-            allowed[place] = mask
+            rules.allowed[place] = mask
+    return rules
+
+
+def filled(rules: RowRules, rows: int, vocabulary: int, each: int = 1) -> RowRules:
+    """The same rules with all parts, those that were None without an effect.
+
+    each: tokens that are drawn for a row, as after drafts.
+    """
+    ids, values, allowed, banned = rules.bias_ids, rules.bias_values, rules.allowed, rules.banned
+    if ids is None:
+        ids = banned = np.full((rows, 16), -1, np.int32)
+        values = np.zeros((rows, 16), np.float32)
+    if allowed is None:
+        allowed = np.full((rows * each, -(-vocabulary // 32)), 2**32 - 1, np.uint32)
     return RowRules(ids, values, allowed, banned)
 
 
-def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int, width: int) -> np.ndarray:
-    """Rows of unequal length as an array, filled up to `width` columns, 4 times as many .."""
-    longest = max(map(len, rows))
+def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+    """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
+    width, longest = 16, max(map(len, rows))
     while width < longest:
         width *= 4
     table = np.full((len(rows), width), filling, dtype)

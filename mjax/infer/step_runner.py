@@ -28,6 +28,7 @@ from mjax.infer.records import (
     Records,
     RequestSample,
     RowWork,
+    WarmPrograms,
     bucket,
     drafts_of,
     flat_ids,
@@ -107,12 +108,12 @@ class StepRunner:
         self.records = Records(self.programs.lanes, limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._warm: tuple[Draws, ...] = ()
-        self._invariant, self._whole_rules = batch_invariant, False
+        self._warm, self._invariant = WarmPrograms(), batch_invariant
         self._has_counts = False  # whether tokens are counted, for penalties
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
-            self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
+            draws = Draws(random=True, limited=True, penalties=True, top=top)
+            self._warm = WarmPrograms((draws,))
         self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
@@ -156,34 +157,27 @@ class StepRunner:
         if weights:
             self._params = None
 
-    def warm_up(self, draws: Sequence[Draws], rules: bool) -> int:
+    def warm_up(self, draws: Sequence[Draws], all_rules: bool) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        rules: also those for rows with rules, which then have all parts of `RowRules`.
+        all_rules: as in `WarmPrograms`.
         """
-        draws = self._warm if self._invariant else tuple(draws)
-        self._has_counts |= any(kind.penalties for kind in draws)
+        warm = WarmPrograms(self._warm.kinds if self._invariant else tuple(draws), all_rules)
+        self._has_counts |= any(kind.penalties for kind in warm.kinds)
         if self._state is not None:
             self._take_state()
-        rows, tokens = self.sizes
-        inputs = [(StepTokens(), self.records.empty(n)) for n in rows]
-        if self._drafts:
-            places = [np.zeros((len(records), self._drafts), np.int32) for _, records in inputs]
-            inputs += [(StepTokens(drafts=p), r) for p, (_, r) in zip(places, inputs, strict=True)]
-        for count in tokens:
-            ids = np.zeros((self.programs.lanes, count), np.int32)
-            inputs.append((StepTokens(ids), self.records.empty(self._chunks)))
-        calls = [(*pair, RowRules(), kind) for pair in inputs for kind in draws]
-        if rules:
-            calls += [(*pair, self._no_rules(*pair), kind) for *pair, _, kind in calls]
+        sizes = self.sizes, self._chunks, self._drafts, self._cfg.vocab_size
+        calls = warm.inputs(self.records, *sizes)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
-        self._warm, self._whole_rules = draws, rules
+        self._warm = warm
+        if self._has_counts:
+            self._take_state()
+            no_row = np.int32(self._limits.rows)
+            for size in powers_of_two(16, self._limits.length):
+                ids = np.full(size, -1, np.int32)
+                self._state = self.programs.count(self._state, no_row, ids, ids > 0)
         return len(self.compiled)
-
-    def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
-        """All parts of the rules of rows that have none."""
-        return rules_of_rows([None] * len(records), self._cfg.vocab_size, True, given.drafts)
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -251,12 +245,10 @@ class StepRunner:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
-        rules = RowRules()
-        if any(sample is not None and sample.has_rules for sample in places):
-            size, whole = self._cfg.vocab_size, self._whole_rules
-            rules = rules_of_rows(places, size, whole, given.drafts)
+        rules = rules_of_rows(places, self._cfg.vocab_size, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
-        draws = next((kind for kind in self._warm if kind.covers(draws)), draws)
+        size = len(records), self._cfg.vocab_size
+        draws, rules = self._warm.choose(draws, rules, given, *size)
         self._has_counts |= draws.penalties
         self._take_state()
         if draws.penalties:
