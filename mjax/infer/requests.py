@@ -478,7 +478,8 @@ def filled(rules: RowRules, rows: int, vocabulary: int, each: int = 1) -> RowRul
         ids = banned = np.full((rows, 16), -1, np.int32)
         values = np.zeros((rows, 16), np.float32)
     if allowed is None:
-        allowed = np.full((rows * each, -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+        words = -(-vocabulary // 32)
+        allowed = np.full((rows * each, words), 2**32 - 1, np.uint32)
     return RowRules(ids, values, allowed, banned)
 
 

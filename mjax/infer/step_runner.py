@@ -88,11 +88,11 @@ class StepRunner:
         drafts: int,
         snapshots: int,
     ):
-        self._definition, self._cfg, self._limits = definition, cfg, limits
-        self._dtype, self._drafts = jnp.dtype(dtype), drafts
+        self.definition, self._cfg, self._limits = definition, cfg, limits
+        self.dtype, self._drafts = jnp.dtype(dtype), drafts
         self._form = form_of(weight_dtype, definition.specs)
-        self._params = take_apart(definition.specs, params, self._dtype, donate, self._form)
-        self._places = jax.tree.map(lambda p: p.sharding, self._params)
+        self.params = take_apart(definition.specs, params, self.dtype, donate, self._form)
+        self._places = jax.tree.map(lambda p: p.sharding, self.params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self.sizes = decode, tokens[-1:] if batch_invariant else tokens
@@ -101,7 +101,7 @@ class StepRunner:
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
         sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts, snapshots)
-        of_model = definition, cfg, mesh_of(params), self._dtype
+        of_model = definition, cfg, mesh_of(params), self.dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             self._fill_memory()
@@ -124,7 +124,7 @@ class StepRunner:
         inputs = largest_inputs(self._cfg, size)
         if inputs is not None:
             largest.append((size, 1, inputs))
-        pages = fitting_pages(self.programs, self._params, largest)
+        pages = fitting_pages(self.programs, self.params, largest)
         self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
 
     # ---- weights and memory ----------------------------------------------------------------------
@@ -132,22 +132,22 @@ class StepRunner:
     @property
     def has_weights(self) -> bool:
         """Whether there are any; `free` or a failed `replace_weights` may have left none."""
-        return self._params is not None
+        return self.params is not None
 
     def replace_weights(self, params: dict, donate: bool) -> None:
         """Go on with other weights, of which `require_weights` has said that they fit.
 
         If this fails, as memory runs out, the old ones stay where there was room for both.
         """
-        if self.has_weights and not fit_twice(self._params):
-            self._params = None
-        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
-        self._params = jax.device_put(apart, self._places)
+        if self.has_weights and not fit_twice(self.params):
+            self.params = None
+        apart = take_apart(self.definition.specs, params, self.dtype, donate, self._form)
+        self.params = jax.device_put(apart, self._places)
         self.version += 1
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""
-        require_weights(self._definition.specs, params, self._dtype)
+        require_weights(self.definition.specs, params, self.dtype)
 
     def free(self, *, weights: bool) -> None:
         """Free the caches, which the next launch takes again, and the weights if asked."""
@@ -155,7 +155,7 @@ class StepRunner:
             leaf.delete()
         self._state = None
         if weights:
-            self._params = None
+            self.params = None
 
     def warm_up(self, draws: Sequence[Draws], all_rules: bool) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
@@ -254,7 +254,7 @@ class StepRunner:
         if draws.penalties:
             self._count(filter(None, places))
         program = self.program(given, records, rules, draws)
-        self._state, *results = program(self._params, self._state, given, records, rules)
+        self._state, *results = program(self.params, self._state, given, records, rules)
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
@@ -269,7 +269,7 @@ class StepRunner:
             state = self.programs.abstract_state(self._has_counts)
         key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
         if key not in self.compiled:
-            inputs = self._params, state, given, records, rules
+            inputs = self.params, state, given, records, rules
             self.compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
         return self.compiled[key]
 

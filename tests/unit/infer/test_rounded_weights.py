@@ -8,7 +8,7 @@ import pytest
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
-from mjax.export.contiguous_caches import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
@@ -139,7 +139,7 @@ def test_other_weights_are_rounded_too_and_nothing_is_compiled(served, alone):
     other = jax.tree.map(lambda x: jnp.flip(x, -1), params)
     served.update_weights(other)
     wanted = take_apart(definition.specs, other, F32, form=Channels8)
-    jax.tree.map(np.testing.assert_array_equal, served.runner._params, wanted)
+    jax.tree.map(np.testing.assert_array_equal, served.runner.params, wanted)
     changed = [row.token_ids for row in completed(served)]
     served.update_weights(params)
     again = [row.token_ids for row in completed(served)]
