@@ -31,7 +31,7 @@ from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.export import artifact
-from mjax.export.contiguous_caches import KVCache, extend, last_real, real_first
+from mjax.infer.caches.contiguous import KVCache, extend, last_real, real_first
 from mjax.infer.checks import require_decoder
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs

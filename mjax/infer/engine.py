@@ -7,7 +7,6 @@ on the device. Invariant: a request's tokens depend on the request and the weigh
 runs beside it, when it came, or how often it was preempted.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -257,20 +256,16 @@ class Engine:
         """Take requests again after `sleep`."""
         self._sleeps = False
 
-    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED), *, rules: bool = False) -> int:
+    def warm_up(self, draws: Sequence[Draws] = (GREEDY, LIMITED), all_rules: bool = False) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        From then on a step takes the first of these kinds that does all that its rows need. The
-        compiler tries kernels in memory that the caches take with the first request.
-        rules: those of the last kind also serve rows with biases, forbidden tokens or forms, and
-            score prompts; else such programs are compiled where they are first needed.
+        From then on a step takes the first of these kinds that does all that its rows need.
+        `all_rules`: the last one also takes rules of rows, and scores prompts. The compiler tries
+        kernels in memory that the caches take with the first request.
         """
         if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
-        if rules:
-            with contextlib.suppress(UserError):  # without llguidance or end tokens none are made
-                _ = self._grammars
-        return self.runner.warm_up(draws, rules)
+        return self.runner.warm_up(draws, all_rules)
 
     @property
     def version(self) -> int:

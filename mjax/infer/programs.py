@@ -102,6 +102,11 @@ class StepTokens(NamedTuple):
     drafts: np.ndarray | None = None
     inputs: Mapping | None = None
 
+    @property
+    def places(self) -> int:
+        """The tokens that are drawn for a row."""
+        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
+
 
 class StepState(NamedTuple):
     """The values that stay on the device from step to step.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.infer.programs import record_dtype
-from mjax.infer.requests import Answer, RequestOutput, SamplingParams, row_rules
+from mjax.infer.programs import StepTokens, record_dtype
+from mjax.infer.requests import Answer, RequestOutput, SamplingParams, filled, row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, Scored
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
@@ -132,7 +132,11 @@ class Records:
 
     def empty(self, rows: int) -> np.ndarray:
         """The records of a step without work."""
-        return self.write([[]] * len(self._of_slots), rows)
+        return self.write([[]] * self.lanes, rows)
+
+    @property
+    def lanes(self) -> int:
+        return len(self._of_slots)
 
     def _of_lane(self, work: Sequence[RowWork], rows: int) -> np.ndarray:
         lane = self._of_slots[work[0].sample.lane if work else 0]
@@ -242,16 +246,71 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
 
 
 def rules_of_rows(
-    places: Sequence[RequestSample | None],
-    vocabulary: int,
-    whole: bool,
-    drafts: np.ndarray | None,
+    places: Sequence[RequestSample | None], vocabulary: int, drafts: np.ndarray | None
 ) -> RowRules:
-    """The rules of the rows of a step; None: a row without work. Others as in `row_rules`."""
+    """The rules of the rows of a step; None: a row without work. drafts: as in `row_rules`."""
+    if not any(sample is not None and sample.has_rules for sample in places):
+        return RowRules()
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
     flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
-    return row_rules(answers, flying, vocabulary, whole, drafts)
+    return row_rules(answers, flying, vocabulary, drafts)
+
+
+ProgramInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
+
+
+class WarmPrograms(NamedTuple):
+    """The kinds of draws whose programs are compiled before requests come.
+
+    all_rules: those of the last kind take rules of all parts, and may score prompts. So a request
+    with a rule compiles nothing, unless it has more than 16 biases or bans.
+    """
+
+    kinds: tuple[Draws, ...] = ()
+    all_rules: bool = False
+
+    def inputs(
+        self,
+        records: Records,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        chunks: int,
+        drafts: int,
+        vocabulary: int,
+    ) -> list[ProgramInputs]:
+        """Inputs of all programs of these (rows, tokens of prefill)."""
+        rows, tokens = sizes
+        pairs = [(StepTokens(), records.empty(count)) for count in rows]
+        if drafts:
+            places = [np.zeros((len(own), drafts), np.int32) for _, own in pairs]
+            pairs += [
+                (StepTokens(drafts=p), own) for p, (_, own) in zip(places, pairs, strict=True)
+            ]
+        for count in tokens:
+            ids = np.zeros((records.lanes, count), np.int32)
+            pairs.append((StepTokens(ids), records.empty(chunks)))
+        plain = self.kinds[:-1] if self.all_rules else self.kinds
+        found = [(*pair, RowRules(), kind) for pair in pairs for kind in plain]
+        if not self.all_rules:
+            return found
+        pairs += [
+            (given._replace(labels=given.ids), own) for given, own in pairs if given.ids is not None
+        ]
+        last = self.kinds[-1]
+        return found + [
+            (g, own, filled(RowRules(), len(own), vocabulary, g.places), last) for g, own in pairs
+        ]
+
+    def choose(
+        self, draws: Draws, rules: RowRules, given: StepTokens, rows: int, vocabulary: int
+    ) -> tuple[Draws, RowRules]:
+        """The kind and the rules of the program for a step that needs these."""
+        is_special = rules.bias_ids is not None or given.labels is not None
+        kinds = self.kinds[-1:] if is_special and self.all_rules else self.kinds
+        found = next((kind for kind in kinds if kind.covers(draws)), draws)
+        if self.all_rules and found == self.kinds[-1]:
+            rules = filled(rules, rows, vocabulary, given.places)
+        return found, rules
 
 
 def united(kinds: Sequence[Draws]) -> Draws:

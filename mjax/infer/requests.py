@@ -63,7 +63,7 @@ class _Checked(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, /, **given: Any):
+    def __init__(self, **given: Any):
         try:
             super().__init__(**given)
         except ValidationError as e:
@@ -100,7 +100,6 @@ class SamplingParams(_Checked):
     allowed_token_ids: the only tokens to draw from.
     logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens, 0 to 20.
     skip_special_tokens: whether text leaves special tokens out.
-    detokenize: whether there is text at all.
     structured: the form of the text.
     priority: lower ones first. cache_salt: caches are shared only by requests of one salt.
     adapter: the name of a LoRA adapter.
@@ -122,7 +121,6 @@ class SamplingParams(_Checked):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    detokenize: bool = True
     bad_words: _Texts = ()
     logit_bias: Annotated[dict[_Key, _Bias], Field(max_length=_MOST)] = {}
     allowed_token_ids: Annotated[tuple[_Id, ...], Strict(False), Field(min_length=1)] | None = None
@@ -168,9 +166,6 @@ class SamplingParams(_Checked):
             ),
             "structured with bad_words may leave no token; put these into the form": (
                 structured and bool(self.bad_words)
-            ),
-            "stop with detokenize=False: there is no text to find it in": (
-                bool(self.stop) and not self.detokenize
             ),
             "allowed_token_ids with bad_words may leave no token; give one of them": (
                 self.allowed_token_ids is not None and bool(self.bad_words)
@@ -432,7 +427,7 @@ def text_stream(
     params: SamplingParams, tokenizer: Tokenizer | None, prompt: Sequence[int]
 ) -> TextStream:
     """The stream of a sample's text after `prompt`, as a request wants it."""
-    if tokenizer is None or not params.detokenize:
+    if tokenizer is None:
         return TextStream(lambda ids: "", prompt, params.stop)
     options = {"include_stop": params.include_stop_str_in_output}
     if params.skip_special_tokens:
@@ -444,13 +439,12 @@ def row_rules(
     answers: Sequence[Answer | None],
     flying: Sequence[int],
     vocabulary: int,
-    whole: bool = False,
     drafts: np.ndarray | None = None,
 ) -> RowRules:
     """The rules of rows for their next tokens, in numpy; None: a row without.
 
-    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, so that
-    few programs are compiled. whole: all parts are given, at one width: a single program.
+    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, and
+    where one row has any rule all have biases and bans, so that few programs are compiled.
     drafts: int32 [R, k], guesses of tokens (`StepTokens`); masks are then [R * (1 + k), W].
     """
     pairs = list(zip(answers, flying, strict=True))
@@ -462,23 +456,36 @@ def row_rules(
     for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
         found = row.allowed(own[own >= 0].tolist()) if row else []
         masks |= {number * each + place: mask for place, mask in enumerate(found)}
-    ids, values, banned, allowed = None, None, None, None
-    width = _MOST if whole else 16
-    if whole or any(biases):
-        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1, width)
-        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0, width)
-    if whole or any(bans):
-        banned = _padded_columns(bans, np.int32, -1, width)
-    if whole or masks:
-        allowed = np.full((guesses.size + len(answers), -(-vocabulary // 32)), 2**32 - 1, np.uint32)
+    if not (masks or any(biases) or any(bans)):
+        return RowRules()
+    ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
+    values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
+    rules = RowRules(ids, values, None, _padded_columns(bans, np.int32, -1))
+    if masks:
+        rules = filled(rules, len(answers), vocabulary, each)
         for place, mask in masks.items():
-            allowed[place] = mask
+            rules.allowed[place] = mask
+    return rules
+
+
+def filled(rules: RowRules, rows: int, vocabulary: int, each: int = 1) -> RowRules:
+    """The same rules with all parts, those that were None without an effect.
+
+    each: tokens that are drawn for a row, as after drafts.
+    """
+    ids, values, allowed, banned = rules.bias_ids, rules.bias_values, rules.allowed, rules.banned
+    if ids is None:
+        ids = banned = np.full((rows, 16), -1, np.int32)
+        values = np.zeros((rows, 16), np.float32)
+    if allowed is None:
+        words = -(-vocabulary // 32)
+        allowed = np.full((rows * each, words), 2**32 - 1, np.uint32)
     return RowRules(ids, values, allowed, banned)
 
 
-def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int, width: int) -> np.ndarray:
-    """Rows of unequal length as an array, filled up to `width` columns, 4 times as many .."""
-    longest = max(map(len, rows))
+def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+    """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
+    width, longest = 16, max(map(len, rows))
     while width < longest:
         width *= 4
     table = np.full((len(rows), width), filling, dtype)

@@ -28,6 +28,7 @@ from mjax.infer.records import (
     Records,
     RequestSample,
     RowWork,
+    WarmPrograms,
     bucket,
     drafts_of,
     flat_ids,
@@ -65,7 +66,6 @@ class StepRunner:
     """Launches steps in order and reads what they drew; options are those of `Engine`.
 
     sizes: rows of programs of decoding, and tokens of programs of prefill.
-    params: of the model, in the form of `weights.py`; None: it waits for some.
     compiled: programs so far, by the shapes of their inputs.
     flying: programs whose results the host has not read.
     prefills: programs of prefill that were launched.
@@ -88,10 +88,10 @@ class StepRunner:
         drafts: int,
         snapshots: int,
     ):
-        self._definition, self._cfg, self._limits = definition, cfg, limits
-        self._dtype, self._drafts = jnp.dtype(dtype), drafts
+        self.definition, self._cfg, self._limits = definition, cfg, limits
+        self.dtype, self._drafts = jnp.dtype(dtype), drafts
         self._form = form_of(weight_dtype, definition.specs)
-        self.params = take_apart(definition.specs, params, self._dtype, donate, self._form)
+        self.params = take_apart(definition.specs, params, self.dtype, donate, self._form)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
@@ -101,19 +101,19 @@ class StepRunner:
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
         sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts, snapshots)
-        of_model = definition, cfg, mesh_of(params), self._dtype
+        of_model = definition, cfg, mesh_of(params), self.dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             self._fill_memory()
         self.records = Records(self.programs.lanes, limits, width)
         self._state: StepState | None = None  # taken when the first program is launched
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._warm: tuple[Draws, ...] = ()
-        self._invariant, self._whole_rules = batch_invariant, False
+        self._warm, self._invariant = WarmPrograms(), batch_invariant
         self._has_counts = False  # whether tokens are counted, for penalties
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
-            self._warm = (Draws(random=True, limited=True, penalties=True, top=top),)
+            draws = Draws(random=True, limited=True, penalties=True, top=top)
+            self._warm = WarmPrograms((draws,))
         self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
@@ -141,13 +141,13 @@ class StepRunner:
         """
         if self.has_weights and not fit_twice(self.params):
             self.params = None
-        apart = take_apart(self._definition.specs, params, self._dtype, donate, self._form)
+        apart = take_apart(self.definition.specs, params, self.dtype, donate, self._form)
         self.params = jax.device_put(apart, self._places)
         self.version += 1
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""
-        require_weights(self._definition.specs, params, self._dtype)
+        require_weights(self.definition.specs, params, self.dtype)
 
     def free(self, *, weights: bool) -> None:
         """Free the caches, which the next launch takes again, and the weights if asked."""
@@ -157,45 +157,27 @@ class StepRunner:
         if weights:
             self.params = None
 
-    def warm_up(self, draws: Sequence[Draws], rules: bool) -> int:
+    def warm_up(self, draws: Sequence[Draws], all_rules: bool) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        rules: those of the last kind take all parts of `RowRules`, and may score prompts.
+        all_rules: as in `WarmPrograms`.
         """
-        draws = self._warm if self._invariant else tuple(draws)
-        self._has_counts |= any(kind.penalties for kind in draws)
+        warm = WarmPrograms(self._warm.kinds if self._invariant else tuple(draws), all_rules)
+        self._has_counts |= any(kind.penalties for kind in warm.kinds)
         if self._state is not None:
             self._take_state()
-        steps = self._empty_steps()
-        plain = draws[:-1] if rules else draws
-        calls = [(*step, RowRules(), kind) for step in steps for kind in plain]
-        if rules:
-            prompts = [(given.ids, records) for given, records in steps if given.ids is not None]
-            steps += [(StepTokens(ids, labels=ids), records) for ids, records in prompts]
-            calls += [(*step, self._no_rules(*step), draws[-1]) for step in steps]
-        sizes = powers_of_two(16, self._limits.length) if self._has_counts else []
+        sizes = self.sizes, self._chunks, self._drafts, self._cfg.vocab_size
+        calls = warm.inputs(self.records, *sizes)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
-            list(pool.map(self._counter, sizes))
-        self._warm, self._whole_rules = draws, rules
+        self._warm = warm
+        if self._has_counts:
+            self._take_state()
+            no_row = np.int32(self._limits.rows)
+            for size in powers_of_two(16, self._limits.length):
+                ids = np.full(size, -1, np.int32)
+                self._state = self.programs.count(self._state, no_row, ids, ids > 0)
         return len(self.compiled)
-
-    def _empty_steps(self) -> list[tuple[StepTokens, np.ndarray]]:
-        """Tokens and records of each size of decoding and prefill, without work."""
-        rows, tokens = self.sizes
-        steps = [(StepTokens(), self.records.empty(count)) for count in rows]
-        if self._drafts:
-            for _, records in steps[:]:
-                drafts = np.zeros((len(records), self._drafts), np.int32)
-                steps.append((StepTokens(drafts=drafts), records))
-        for count in tokens:
-            ids = np.zeros((self.programs.lanes, count), np.int32)
-            steps.append((StepTokens(ids), self.records.empty(self._chunks)))
-        return steps
-
-    def _no_rules(self, given: StepTokens, records: np.ndarray) -> RowRules:
-        """All parts of the rules of rows that have none."""
-        return rules_of_rows([None] * len(records), self._cfg.vocab_size, True, given.drafts)
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -263,14 +245,10 @@ class StepRunner:
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
-        has_rules = any(sample is not None and sample.has_rules for sample in places)
+        rules = rules_of_rows(places, self._cfg.vocab_size, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
-        is_special = self._whole_rules and (has_rules or given.labels is not None)
-        kinds = self._warm[-1:] if is_special else self._warm
-        draws = next((kind for kind in kinds if kind.covers(draws)), draws)
-        whole, rules = self._whole_rules and draws == self._warm[-1], RowRules()
-        if has_rules or whole:
-            rules = rules_of_rows(places, self._cfg.vocab_size, whole, given.drafts)
+        size = len(records), self._cfg.vocab_size
+        draws, rules = self._warm.choose(draws, rules, given, *size)
         self._has_counts |= draws.penalties
         self._take_state()
         if draws.penalties:
@@ -286,7 +264,9 @@ class StepRunner:
     ) -> jax.stages.Compiled:
         """The compiled program for inputs of these shapes."""
         arrays, tree = jax.tree.flatten((given, records, rules))
-        state = self._state_or_shapes
+        state = self._state
+        if state is None:
+            state = self.programs.abstract_state(self._has_counts)
         key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
         if key not in self.compiled:
             inputs = self.params, state, given, records, rules
@@ -304,23 +284,7 @@ class StepRunner:
             ids[: len(tokens.tokens)] = tokens.tokens
             is_output = np.arange(len(ids)) >= sample.request.given
             slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
-            self._state = self._counter(len(ids))(self._state, slot, ids, is_output)
-
-    def _counter(self, size: int) -> jax.stages.Compiled:
-        """The compiled program that counts up to so many tokens of a row."""
-        key = "count", size
-        if key not in self.compiled:
-            ids = np.zeros(size, np.int32)
-            lowered = self.programs.count.lower(self._state_or_shapes, np.int32(0), ids, ids > 0)
-            self.compiled[key] = lowered.compile()
-        return self.compiled[key]
-
-    @property
-    def _state_or_shapes(self) -> StepState:
-        """The state, or its shapes while it is not taken."""
-        if self._state is not None:
-            return self._state
-        return self.programs.abstract_state(self._has_counts)
+            self._state = self.programs.count(self._state, slot, ids, is_output)
 
     def _take_state(self) -> None:
         """Allocate what the next launch needs."""

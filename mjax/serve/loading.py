@@ -97,7 +97,9 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            made.warm_up(draws, rules=True)
+            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
+                _ = made._grammars
+            made.warm_up(draws, all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:
         keep_compiled_programs()

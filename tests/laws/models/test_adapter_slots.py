@@ -15,7 +15,7 @@ from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
-from mjax.export.contiguous_caches import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.interop.adapter_stack import stack_of_adapters
 from mjax.interop.adapters_of_run import joined_trees
 from mjax.models.base.adapted import adapted_specs

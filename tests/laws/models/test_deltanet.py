@@ -9,7 +9,7 @@ from flax import nnx
 from mjax.config import load
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import OptimizerConfig
-from mjax.export.contiguous_caches import empty_cache
+from mjax.infer.caches.contiguous import empty_cache
 from mjax.models import build, definition_of, split
 from mjax.models.flops import flops_by_part
 from mjax.models.recurrent import deltanet

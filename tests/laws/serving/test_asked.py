@@ -198,11 +198,11 @@ def test_a_structured_text_has_its_form_whatever_runs_beside_it():
 def test_an_engine_warm_for_rules_compiles_none_for_random_ones():
     limits = Limits(rows=1, chunk=16, length=64)
     given = make_engine(KIND, limits=limits, pages=9, all_sizes=True)
-    compiled = given.warm_up([LIMITED], rules=True)
+    compiled = given.warm_up([LIMITED], all_rules=True)
     rng = np.random.default_rng(4)
     kinds = [
         {},
-        {"logit_bias": {int(t): -9.0 for t in rng.integers(0, VOCAB, 40)}},
+        {"logit_bias": {int(t): -9.0 for t in rng.integers(0, VOCAB, 9)}},
         {"allowed_token_ids": [3, 31, 32, 64]},
         {"bad_words": [LETTERS.decode([5]), LETTERS.decode([7])]},
         {"stop_token_ids": [3, 4], "min_tokens": 3},

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.export.contiguous_caches import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.caches.paged import _in_8_bits
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.caches import KeysValues

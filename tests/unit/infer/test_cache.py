@@ -7,7 +7,7 @@ import pytest
 
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import MeshConfig
-from mjax.export.contiguous_caches import KVCache, empty_cache, extend, last_real, real_first
+from mjax.infer.caches.contiguous import KVCache, empty_cache, extend, last_real, real_first
 from mjax.models.base.context import Context, tokens_of
 from mjax.sharding.mesh import make_mesh
 from tests.generation import complete

@@ -8,7 +8,7 @@ import pytest
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
-from mjax.export.contiguous_caches import empty_cache, extend
+from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
