@@ -11,7 +11,8 @@ from mjax.errors import UserError
 from mjax.infer.async_engine import AsyncEngine, EngineDied
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
-from mjax.serve.parsers import guess_parsers, opens_reasoning, reply_parser
+from mjax.serve.parsers.reasoning import opens_reasoning
+from mjax.serve.parsers.reply import guess_parsers, reply_parser
 
 
 class LocalTalker:
