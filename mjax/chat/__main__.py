@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     model.check(settings)
     with asyncio.Runner() as runner:
         runner.run(model.open())
-        session = Session(model, Talk(args.system or "", settings), Console(), runner.run)
+        talk = Talk(args.system or "", settings)
+        session = Session(model, talk, Console(), runner.run, is_markdown=not args.raw)
         try:
             if is_asked_once:
                 return 0 if session.ask(question) else INTERRUPTED

@@ -7,11 +7,12 @@ from typing import Any
 
 from mjax.chat.models import ChatPiece
 from mjax.data.base.chat import ChatTemplate, load_chat_template
-from mjax.data.base.chat_ids import reply_ids
 from mjax.errors import UserError
 from mjax.infer.async_engine import AsyncEngine, EngineDied
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
+from mjax.serve.parsers.reasoning import opens_reasoning
+from mjax.serve.parsers.reply import guess_parsers, reply_parser
 
 
 class LocalTalker:
@@ -48,20 +49,28 @@ class LocalTalker:
     def check(self, settings: dict[str, Any]) -> None:
         self._params(settings)
 
-    def _params(self, settings: dict[str, Any]) -> SamplingParams:
-        return SamplingParams(**{**self._defaults, "max_tokens": None, **settings})
+    def _params(self, settings: dict[str, Any], has_marks: bool = False) -> SamplingParams:
+        own = {"max_tokens": None, "skip_special_tokens": not has_marks}
+        return SamplingParams(**{**self._defaults, **own, **settings})
 
     async def stream(
         self, messages: list[dict], settings: dict[str, Any]
     ) -> AsyncIterator[ChatPiece]:
         llm, name = self._llm, f"answer {next(self._numbers)}"
         if self._template is None:
-            ids = llm.encode("".join(message["content"] for message in messages))
+            text, reasoning = "".join(message["content"] for message in messages), None
+            ids = llm.encode(text)
         else:
-            ids = reply_ids(messages, llm.tokenizer, self._template)
+            text = self._template.render(messages)
+            ids, (_, reasoning) = llm.tokenizer.encode(text), guess_parsers(self._template.source)
+        opened = opens_reasoning(text, reasoning)
+        parser = reply_parser(None, reasoning, has_tools=False, in_reasoning=opened)
+        params = self._params(settings, has_marks=reasoning is not None)
         try:
-            updates = self._serving.generate(ids, self._params(settings), request_id=name)
-            async for update in updates:
-                yield ChatPiece(update.text, tokens=1)
+            async for update in self._serving.generate(ids, params, request_id=name):
+                new = parser.push(update.text)
+                yield ChatPiece(new.content, new.reasoning, tokens=1)
         except EngineDied as e:
             raise UserError(f"{e}; start anew") from None
+        rest = parser.close()
+        yield ChatPiece(rest.content, rest.reasoning)

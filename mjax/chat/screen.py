@@ -1,6 +1,7 @@
-"""An answer on the screen while it comes: markdown in a terminal, else its text alone.
+"""An answer on the screen while it comes: drawn markdown in a terminal, else its text alone.
 
-Markdown blocks that no later text can change are printed for good; the rest is drawn anew.
+Markdown blocks that no later text can change are printed for good; the rest is drawn anew. A
+terminal gets no control characters of a model.
 """
 
 import re
@@ -15,47 +16,48 @@ from rich.text import Text
 from mjax.chat.models import ChatPiece
 
 _INTERVAL = 0.08  # seconds between two drawings
+_CONTROLS = {code: None for code in (*range(9), *range(11, 32), *range(127, 160))}
 _BEGINS_BLOCK = re.compile(r"[^\s\-*+>|\d]")  # of a line that does not go on with a list or table
 
 
 class AnswerView:
     """Shows the pieces of one answer; use it as a context manager."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, is_markdown: bool = True):
+        self._console, self._is_drawn = console, is_markdown and console.is_terminal
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._begin, self._first, self._drawn = time.perf_counter(), 0.0, 0.0
         self._text = self._reasoning = self._calls = ""  # what is not printed for good
         self._tokens = 0
 
     def __enter__(self) -> "AnswerView":
-        if self._console.is_terminal:
+        if self._is_drawn:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        if not self._console.is_terminal:
-            self._console.out(self._calls)
-            return
         self._print(self._text)
-        self._console.print(Text(self._calls, "bold"), end="\n\n" if self._calls else "")
-        self._console.print(Text(self._figures(), "dim"))
+        self._console.out(self._calls, end="\n" if self._calls or not self._is_drawn else "")
+        if self._console.is_terminal:
+            self._console.print(Text(self._figures(), "dim"))
 
     def add(self, piece: ChatPiece) -> None:
         """Show what is new."""
+        text = piece.text.translate(_CONTROLS) if self._console.is_terminal else piece.text
         self._tokens += piece.tokens
-        self._calls += piece.call
+        self._calls += piece.call.translate(_CONTROLS)
         self._first = self._first or time.perf_counter()
-        if not self._console.is_terminal:
-            self._console.out(piece.text, end="", highlight=False)
+        if not self._is_drawn:
+            self._console.out(text, end="", highlight=False)
             self._console.file.flush()
             return
-        self._reasoning += piece.reasoning
-        self._text += piece.text
+        self._reasoning += piece.reasoning.translate(_CONTROLS)
+        self._text += text
         done = whole_blocks(self._text)
-        self._print(self._text[:done])
-        self._text = self._text[done:]
+        if done:
+            self._print(self._text[:done])
+            self._text = self._text[done:]
         if time.perf_counter() - self._drawn > _INTERVAL:
             self._draw(Markdown(self._text) if self._text else Text(self._reasoning, "dim"))
             self._drawn = time.perf_counter()
@@ -68,10 +70,10 @@ class AnswerView:
 
     def _print(self, text: str) -> None:
         """Print markdown for good, after the reasoning that led to it."""
+        if self._reasoning:
+            self._console.print(Text(f"{self._reasoning.strip()}\n", "dim"))
+            self._reasoning = ""
         if text.strip():
-            if self._reasoning:
-                self._console.print(Text(f"{self._reasoning.strip()}\n", "dim"))
-                self._reasoning = ""
             self._console.print(Markdown(text))
             self._console.print()
 

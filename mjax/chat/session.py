@@ -82,6 +82,7 @@ class Session:
     talk: Talk
     console: Console
     run: Callable[[Coroutine], Any]
+    is_markdown: bool = True
 
     def loop(self, read: Callable[[str], str] = input) -> None:
         """Answer what `read` gives until it ends."""
@@ -165,7 +166,7 @@ class Session:
     async def _streamed(self) -> tuple[str, bool]:
         """The answer, as far as it came, and whether it ended by itself."""
         text = ""
-        with AnswerView(self.console) as view:
+        with AnswerView(self.console, self.is_markdown) as view:
             try:
                 async for piece in self.model.stream(self.talk.messages, self.talk.settings):
                     text += piece.text

@@ -163,6 +163,11 @@ def test_a_model_in_the_process_answers_through_its_template(model, piped):
         piped("Hi", *given, "--temperature", "-1")
 
 
+def test_what_a_model_thinks_is_no_answer(model, piped, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}<think>")
+    assert piped("Hi", "X", "--tokenizer", "byte", "--max-tokens", "12") == "\n"
+
+
 def test_a_model_without_template_says_how_to_go_on(model, piped, tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="^X: .*--raw continues plain text"):
@@ -259,6 +264,16 @@ def test_a_terminal_shows_markdown_once_and_thoughts_before_it():
     for words in ("Some bold text.", "x = 1", "y = 2", "The end.", 'f{"a": 1}', "9 tokens"):
         assert console.file.getvalue().count(words) >= 1, words
     assert "**" not in console.file.getvalue() and "The end." in shown
+
+
+@pytest.mark.parametrize("is_markdown", [True, False])
+def test_a_model_cannot_steer_the_terminal(is_markdown):
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
+    with AnswerView(console, is_markdown) as view:
+        view.add(ChatPiece("a\x1b]0;title\x07b", "c\x1b[2Jd", "f\x9b5n"))
+    shown = console.file.getvalue()
+    assert "a]0;titleb" in shown and "f5n" in shown
+    assert not [given for given in ("\x1b]", "\x1b[2J", "\x07", "\x9b") if given in shown]
 
 
 def test_whole_blocks_end_where_no_later_text_can_reach():

@@ -322,6 +322,15 @@ def test_broken_calls_do_not_take_the_next_ones_along():
     assert parsed('<tool_call>{"name": "f"}</tool_call>', "hermes")[2] == [("f", "{}")]
 
 
+def test_what_ends_within_a_call_is_kept_to_the_letter():
+    begun = '{"a": "x\\'
+    text = f'<tool_call>{{"name": "f", "arguments": {begun}'
+    assert parsed(text, "hermes") == ("", "", [("f", begun)])
+    text = "<function=f><parameter=a>1</parameter>junk"
+    assert parsed(text, "qwen3_coder") == ("junk", "", [("f", '{"a": 1}')])
+    assert parsed(text[:-4] + "</func", "qwen3_coder") == ("</func", "", [("f", '{"a": 1')])
+
+
 def test_types_of_xml_parameters_follow_the_schema():
     schema = {"properties": {"code": {"type": "string"}, "n": {"type": "integer"}}}
     definitions = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -347,6 +356,11 @@ def test_python_is_read_and_never_run():
     text = "[f(a='one\ntwo', b=\"one\ntwo\", c=[\n1,\n2])]"
     ((_, arguments),) = meant(parsed(text, "pythonic")[2])
     assert arguments == {"a": "one\ntwo", "b": "one\ntwo", "c": [1, 2]}
+
+
+def test_python_that_is_odd_warns_nobody(recwarn):
+    assert meant(parsed("[f(a=0xfor x, b=1if 1else 2)]", "pythonic")[2])[0][1]["a"] == "0xfor x"
+    assert not recwarn.list
 
 
 def test_values_that_utf8_or_json_do_not_have_are_escaped():
