@@ -127,9 +127,11 @@ class EngineServer:
             client, message = self._socket.recv_multipart()
             self._clients[client] = None
             try:
-                self._take(client, wire.read_client(message))
-            except msgspec.DecodeError:
+                read = wire.read_client(message)
+            except (msgspec.DecodeError, RecursionError):  # of no client of ours
                 traceback.print_exc()
+            else:
+                self._take(client, read)
             wait = 0
         while True:
             try:

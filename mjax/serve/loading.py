@@ -130,10 +130,8 @@ class ServedModel:
         vision = cfg.vision
         if "vision" not in cfg.modalities or vision.is_cut:
             return None
-        scale = image_scale(Path(self.options.model))
-        mean, std = (
-            tuple(own or usual) for own, usual in zip(scale, usual_scale(vision), strict=True)
-        )
+        found, usual = image_scale(Path(self.options.model)), usual_scale(vision)
+        scale = [tuple(own or other) for own, other in zip(found, usual, strict=True)]
         count = cfg.tower("vision").text_tokens(None)
         tokens = (cfg.tower("vision").token_id,) * count
         return ImageFacts(tokens, vision.image_size, vision.num_channels, *scale)

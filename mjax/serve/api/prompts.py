@@ -171,6 +171,10 @@ def _template(folder: Path | None, file: str | None) -> ChatTemplate | None:
 def _plain(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates read it: parts joined, arguments of calls as objects."""
     said = message.model_dump(exclude_unset=True)
+    if message.role == "developer" and "developer" not in template.source:
+        said["role"] = "system"
+    if "reasoning" in said:  # templates know the other name
+        said.setdefault("reasoning_content", said["reasoning"])
     if isinstance(message.content, list):
         said["content"] = _joined_parts(message.content, template)
     calls = [dict(call) for call in message.tool_calls or ()]

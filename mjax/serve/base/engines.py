@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
-from mjax.errors import UserError, or_user_error
+from mjax.errors import UserError, first_line, or_user_error
 from mjax.infer.async_engine import EngineDied
 from mjax.infer.checks import ids_of
 from mjax.infer.requests import Answer, SamplingParams, TokenRules
@@ -210,7 +211,7 @@ class Engines:
             fields = wire.fields_of_params(params) | _TOKENS_ALONE
             if params.seed is None:  # an engine would count, so that replicas draw alike
                 fields["seed"] = secrets.randbits(32)
-            with or_user_error("a prompt has a token that is none: {reason}", OverflowError):
+            with or_user_error("a request cannot be read: {reason}", _UNSENDABLE):
                 stream.replica.send(wire.Add(request_id, prompt, fields, text, tensors))
             while any(answer.output.finish_reason is None for answer in answers):
                 by_sample: dict[int, list[wire.SamplePart]] = {}
@@ -292,7 +293,7 @@ class Engines:
             raise replica.error
         number = next(self._numbers)
         future = replica.results[number] = asyncio.get_running_loop().create_future()
-        with or_user_error("a token is none: {reason}", OverflowError):
+        with or_user_error("a request cannot be read: {reason}", _UNSENDABLE):
             replica.send(wire.Call(number, name, given))
         try:
             return await future
@@ -301,8 +302,12 @@ class Engines:
 
     async def _receive(self, replica: _Replica) -> None:
         """Give all messages of an engine to those who wait for them."""
-        while True:
-            self._take(replica, wire.read_engine(await replica.socket.recv()))
+        try:
+            while True:
+                self._take(replica, wire.read_engine(await replica.socket.recv()))
+        except Exception as e:  # who waits must not wait for ever
+            traceback.print_exc()
+            replica.die(f"a message of the engine cannot be read: {first_line(e)}")
 
     def _take(self, replica: _Replica, message: wire.FromEngine) -> None:
         match message:
@@ -339,6 +344,7 @@ class Engines:
                 return
 
 
+_UNSENDABLE = OverflowError, ValueError, TypeError, RecursionError  # as huge integers
 _TOKENS_ALONE = {"stop": (), "detokenize": False}  # text is made here
 
 

@@ -364,6 +364,20 @@ def test_models_are_listed_with_adapters(live, client, monkeypatch):
         client.models.retrieve("prose")
 
 
+def test_messages_have_the_names_that_templates_read(live, post, monkeypatch):
+    prompts = live.app.state.service.prompts
+    source = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}:{{ m.tool_calls }};"
+    source = f"{source}{{% endfor %}}"
+    monkeypatch.setattr(prompts, "template", replace(prompts.template, source=source))
+    call = {"function": {"name": "f", "arguments": '{"a": [1]}'}}
+    said = [
+        {"role": "developer", "content": ""},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
+    ]
+    text = post("/detokenize", tokens=post("/tokenize", messages=said)["tokens"])["prompt"]
+    assert text.startswith("system::;assistant:Hm.:[") and "'arguments': {'a': [1]}" in text
+
+
 def test_images_stand_where_their_marks_are(live, post, monkeypatch):
     image = ImageFacts((250,) * 4, 8, 3, (0.5,), (0.5,))
     monkeypatch.setattr(live.engines, "facts", replace(live.engines.facts, image=image))

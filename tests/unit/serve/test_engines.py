@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import defaultdict
 
@@ -106,7 +107,9 @@ def checked(engine: Engine, *each: SamplingParams, prompt=PROMPT) -> None:
 
         async def serve(engines):
             asks = [pieces_of(engines, prompt, p, f"r{i}") for i, p in enumerate(each)]
-            return await asyncio.gather(*asks)
+            served = await asyncio.gather(*asks)
+            await engines.stats()  # comes after those that leave
+            return served
 
         served = run(given, serve)
     for output, found in zip(wanted, served, strict=True):
@@ -231,13 +234,19 @@ def test_an_error_is_its_requests_own(unhurried, server, monkeypatch):
             ("a", [], "0 tokens"),
             ("b", [1, 2, 3], "a library panics$"),
             ("c", [260], "outside|260"),
-            ("d", [2**70], "token"),
+            ("d", [2**70], "cannot be read"),
             ("e", [-1], "ids in"),
             ("same", [1], "running already"),
         ]
         for name, prompt, message in wrong:
             with pytest.raises(UserError, match=message):
                 await pieces_of(engines, prompt, LONG, name)
+        deep = functools.reduce(lambda inner, _: {"a": inner}, range(100_000), {})
+        for schema in (deep, {"a": 2**70}, {"a": "\ud800"}):
+            form = Structured.model_construct(json_schema=schema)
+            params = LONG.model_copy(update={"ignore_eos": False, "structured": form})
+            with pytest.raises(UserError):
+                await pieces_of(engines, [1], params, "f")
         with pytest.raises(UserError, match="no command explode"):
             await engines.command("explode")
         return told((await beside)[0])

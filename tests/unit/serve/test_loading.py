@@ -26,6 +26,7 @@ from mjax.serve.options import ServeOptions
 from tests.adapters import drawn_adapters
 from tests.laws.serving.tiny import tiny_model
 from tests.marks import slow
+from tests.unit.infer.test_whole_prompts import encoder_decoder, llava
 
 SIZES = {"tokenizer": "byte", "max_num_seqs": 2, "max_num_prefill_tokens": 16}
 BERT = {
@@ -158,3 +159,42 @@ def test_embeddings_of_a_decoder_and_of_an_encoder(home, tmp_path):
         ids = jax.numpy.array(texts)
         x, _, _ = plain.model.hidden(ids, tokens_of(ids.shape), Context())
         np.testing.assert_allclose(found, x.mean(1), rtol=0, atol=1e-5)
+
+
+@slow
+@pytest.mark.parametrize("make", [llava, encoder_decoder])
+def test_prompts_with_images_and_those_that_an_encoder_reads(make, tmp_path, monkeypatch):
+    (definition, params, cfg), prompts, items = make()
+    loaded = Pretrained(cfg, definition, params, None, None)
+    monkeypatch.setattr("mjax.serve.loading.source_of", lambda path: loaded)
+    monkeypatch.setattr("mjax.infer.llm.from_pretrained", lambda path, **named: loaded)
+    sizes = {**SIZES, "max_num_prefill_tokens": 64, "dtype": "float32"}
+    model = ServedModel(ServeOptions(str(tmp_path), "m", engine=sizes, warm_up=False))
+    wanted = []
+    for prompt, given in zip(prompts, items, strict=True):
+        request = model.engine.add(prompt, PARAMS, items=given)
+        while model.engine.has_work:
+            model.engine.step()
+        wanted.append(request.output.outputs[0].token_ids)
+
+    async def serve(engines):
+        found = []
+        for prompt, given in zip(prompts, items, strict=True):
+            images = [] if given is None else [*given["vision"]]
+            named = {"request_id": "x", "images": images}
+            pieces = [piece async for piece in engines.generate(prompt, PARAMS, **named)]
+            found.append([token for piece in pieces for token in piece.token_ids])
+        with pytest.raises(UserError, match="no tower|are given"):
+            wrong = 257 if make is llava else 9
+            named = {"request_id": "y", "images": [np.zeros((8, 8, 3), np.float32)]}
+            await anext(engines.generate([1, wrong], PARAMS, **named))
+        if engines.facts.reads_source:
+            with pytest.raises(UserError, match="no embeddings"):
+                await engines.embed([[1]], "mean")
+        return found, engines.facts
+
+    found, facts = run(model, serve)
+    assert found == wanted
+    assert facts.has_images == (make is llava) == (facts.image is not None)
+    if make is llava:
+        assert (len(facts.image.tokens), facts.image.side, facts.image.channels) == (4, 8, 3)
