@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.export.contiguous_caches import empty_cache, extend, last_real
+from mjax.infer.caches.contiguous import empty_cache, extend, last_real
 from mjax.infer.records import bucket, powers_of_two
 from mjax.infer.weights import Form, partitions_apart
 from mjax.models.base.adapted import has_slots

@@ -1,5 +1,6 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -52,7 +52,7 @@ def soaked_engine(home: Path) -> Engine:
         adapters=NAMES,
     )
     made.runner.sizes = tuple(sizes[-1:] for sizes in made.runner.sizes)
-    made.warm_up([Draws(random=True, limited=True, penalties=True, top=20)], rules=True)
+    made.warm_up([Draws(random=True, limited=True, penalties=True, top=20)], all_rules=True)
     made.folder = folder
     return made
 
