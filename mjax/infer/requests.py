@@ -63,7 +63,7 @@ class _Checked(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def __init__(self, **given: Any):
+    def __init__(self, /, **given: Any):
         try:
             super().__init__(**given)
         except ValidationError as e:
@@ -100,6 +100,7 @@ class SamplingParams(_Checked):
     allowed_token_ids: the only tokens to draw from.
     logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens, 0 to 20.
     skip_special_tokens: whether text leaves special tokens out.
+    detokenize: whether there is text at all.
     structured: the form of the text.
     priority: lower ones first. cache_salt: caches are shared only by requests of one salt.
     adapter: the name of a LoRA adapter.
@@ -121,6 +122,7 @@ class SamplingParams(_Checked):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     bad_words: _Texts = ()
     logit_bias: Annotated[dict[_Key, _Bias], Field(max_length=_MOST)] = {}
     allowed_token_ids: Annotated[tuple[_Id, ...], Strict(False), Field(min_length=1)] | None = None
@@ -166,6 +168,9 @@ class SamplingParams(_Checked):
             ),
             "structured with bad_words may leave no token; put these into the form": (
                 structured and bool(self.bad_words)
+            ),
+            "stop with detokenize=False: there is no text to find it in": (
+                bool(self.stop) and not self.detokenize
             ),
             "allowed_token_ids with bad_words may leave no token; give one of them": (
                 self.allowed_token_ids is not None and bool(self.bad_words)
@@ -427,7 +432,7 @@ def text_stream(
     params: SamplingParams, tokenizer: Tokenizer | None, prompt: Sequence[int]
 ) -> TextStream:
     """The stream of a sample's text after `prompt`, as a request wants it."""
-    if tokenizer is None:
+    if tokenizer is None or not params.detokenize:
         return TextStream(lambda ids: "", prompt, params.stop)
     options = {"include_stop": params.include_stop_str_in_output}
     if params.skip_special_tokens:
