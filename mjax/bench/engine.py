@@ -120,11 +120,11 @@ def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) 
             arrival, prompt = waiting.pop()
             name = engine.add(prompt, wanted).output.request_id
             came[name], ends[name] = arrival, []
-        prefills = engine.prefills
+        prefills = engine.runner.prefills
         start = time.perf_counter()
         updates = engine.step()
         now = time.perf_counter() - began
-        if prefills == engine.prefills and updates:
+        if prefills == engine.runner.prefills and updates:
             steps.append(time.perf_counter() - start)
         for update in updates:
             ends[update.request.output.request_id].append(now)

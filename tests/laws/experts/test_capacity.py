@@ -143,6 +143,7 @@ def test_batched_experts_equal_grouped_ones(name, first, held):
     assert deviation(results[1], results[0]) <= 1e-5
 
 
+@slow
 def test_a_capacity_binds_in_evaluation_and_not_in_a_plain_forward():
     bound, free = one_layer("0.25"), one_layer("null")
     batch = make_batch(24)

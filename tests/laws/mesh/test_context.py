@@ -56,6 +56,7 @@ def test_twenty_steps_agree_with_recomputed_blocks():
     assert holds(record), record
 
 
+@slow
 def test_evaluation_agrees():
     batch = make_batch(ROWS[0])
     total, count = make_trainer("tied", *cell(1, 4, 2, "ring"), TWO).evaluate(batch)

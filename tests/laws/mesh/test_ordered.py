@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("feature, cell, keys", quick(CASES, 0), ids=str)
 def test_every_two_collectives_depend_on_each_other(feature, cell, keys):
     text = make_trainer(feature, cell, *keys).lower().compile().as_text()

@@ -50,6 +50,7 @@ def first_step(feature: str, cell: Cell, *more: str) -> tuple[float, dict]:
     return float(first["loss"]), first["gradients"]
 
 
+@slow
 @pytest.mark.parametrize("feature, cell, more", quick(CASES, 1), ids=str)
 def test_loss_and_gradients_are_those_of_a_loop(feature, cell, more):
     loss, grads = first_step(feature, cell, UNROLLED, *more)

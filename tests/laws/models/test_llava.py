@@ -88,6 +88,7 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
     assert objective.counts(batch)["loss"] == 2
 
 
+@slow
 @pytest.mark.parametrize(
     "feature", quick(["llava", "llava-onevision"], 1)
 )  # whose newline moves, too

@@ -238,6 +238,7 @@ def test_the_loss_is_that_of_answers_alone_from_a_forward_pass(data):
 # ---- generation ----------------------------------------------------------------------------------
 
 
+@slow
 @pytest.mark.parametrize("keys, each", quick([([], 4), ([SHUFFLE], 1)], 1))
 def test_generation_with_tags_is_the_forward_pass_by_hand(
     data, tmp_path, monkeypatch, capsys, keys, each

@@ -44,6 +44,7 @@ def drawn(feature, cell):
     return trainer, make_batch(cell.rows, width=data.seq_length, target=data.target_length)
 
 
+@slow
 @pytest.mark.parametrize("feature,cell", quick(CELLS, 0), ids=[f"{f}, {c}" for f, c in CELLS])
 def test_norms_and_noise_are_those_of_one_device(feature, cell):
     got = figures(*drawn(feature, cell))
@@ -241,6 +242,7 @@ def test_a_run_with_diagnostics_is_the_same_run_and_the_same_program(tmp_path, c
     assert extra[0]["activation_rms/layers.0"] > 0
 
 
+@slow
 def test_the_step_is_the_same_program_with_the_key():
     cell = Cell({"dp": 2, "tp": 2}, 1, 2, 40)
     plain = make_trainer("dense", cell).lower().as_text()

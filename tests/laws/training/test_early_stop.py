@@ -64,6 +64,7 @@ def test_a_run_stops_and_goes_on_where_more_is_allowed(start, tmp_path, capfd):
     assert "finished at step 12 of 12" in capfd.readouterr().out
 
 
+@slow
 def test_the_count_survives_a_stop_between_evaluations(start, tmp_path, capfd, monkeypatch):
     step = Trainer.step
 

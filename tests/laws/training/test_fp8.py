@@ -165,6 +165,7 @@ def test_weights_rounded_where_they_are_stored_change_no_bit(monkeypatch, cell, 
     jax.tree.map(np.testing.assert_array_equal, now.state, trainer().state)
 
 
+@slow
 def test_it_rounds_and_what_is_skipped_does_not():
     exact, some, all_ = (
         one_device(*of)[1]

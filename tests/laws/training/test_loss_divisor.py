@@ -39,6 +39,7 @@ CELLS = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("cell", quick(CELLS, 0), ids=str)
 def test_by_sequence_is_the_mean_of_means(cell):
     """Gradients too; statistics keep their divisors."""

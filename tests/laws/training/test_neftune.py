@@ -20,6 +20,7 @@ CELLS = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("cell", quick(CELLS, 0), ids=str)
 def test_every_mesh_draws_the_same_noise(cell):
     batch, feature = make_batch(ROWS), "experts" if "ep" in cell.mesh else "dense"

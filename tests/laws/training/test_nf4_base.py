@@ -87,6 +87,7 @@ def test_a_step_is_that_on_the_dequantized_weights(feature, keys):
     assert len(codes) >= 10 and all(np.unique(c).size > 30 for c in codes)
 
 
+@slow
 @pytest.mark.parametrize(
     "feature, cell, keys",
     quick(

@@ -74,6 +74,7 @@ def losses_of_one_device(name: str) -> list[float]:
     return run(made(Cell(), name), 5)
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "cell"),
     quick(

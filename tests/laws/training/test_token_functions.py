@@ -91,6 +91,7 @@ MESHES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("mesh, objective", quick(MESHES, 1))
 def test_meshes_agree(mesh, objective):
     cell = Cell(mesh, 1 if len(mesh) > 1 else 0, 2, rows=8)

@@ -99,6 +99,7 @@ def fine_tune(folder: Path, steps: int, *overrides: str) -> None:
     train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
 
 
+@slow
 @pytest.mark.parametrize("imported", quick([True, False], 0))
 def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     published, tmp_path, monkeypatch, capsys, imported

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from benchmarks import torch_train
-from mjax.bench import checkpoint, collective, data, decode, kernel, report, train
+from mjax.bench import checkpoint, collective, data, decode, engine, kernel, report, train
 from mjax.bench.breakdown import KernelEvent, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
@@ -330,6 +330,15 @@ def test_decoding_is_measured_against_what_it_reads(capsys):
         assert found["gb_read"] == pytest.approx(2 * (weights + cache) / 1e9, rel=1e-3)
         assert found["bound_ms"] == pytest.approx(1e3 * found["gb_read"] / 100, rel=1e-3)
         assert found["ms"] > 0 and found["prefill_ms"] > 0
+
+
+def test_the_engine_serves_a_load_and_compiles_nothing_later(capsys):
+    argv = ["--requests=3", "--prompt=5", "--new=6", "--rows=2", "--chunk=16", "--rate=1000"]
+    assert engine.main([*argv, *SMALL_MODEL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["programs"] == 3 and found["compiled_later"] == 0
+    assert found["ms"] > 0 and found["tokens_per_second"] > 0
+    assert found["first_ms"]["p50"] > 0 and found["between_ms"]["p50"] > 0
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_every_bucket_gives_the_same_and_rows_beyond_it_follow(made, expected):
     assert used <= set(artifact._programs)
 
 
+@slow
 def test_end_ids_can_be_replaced(made, endless):
     assert Artifact(made[0]).generate(PROMPTS, 20, eos=[]) == endless
 

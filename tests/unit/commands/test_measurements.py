@@ -13,6 +13,7 @@ import pytest
 from benchmarks import measurements, record, table
 from mjax.bench import report, train
 from mjax.errors import UserError
+from tests.marks import slow
 from tests.unit.commands.test_bench import TINY
 
 ROOT = Path(__file__).parents[3]
@@ -139,6 +140,7 @@ def commit_of(folder: Path) -> str:
     return done.stdout.strip()
 
 
+@slow
 def test_the_commit_is_mjax_s_own_and_not_that_of_an_enclosing_repository(tmp_path):
     git(tmp_path, "init", "-q")
     (tmp_path / "other").write_text("x")

@@ -141,6 +141,7 @@ def test_a_row_does_not_depend_on_its_batch(plain, greedy):
     assert alone == run_on(plain, **hot)[0].token_ids != greedy[0].token_ids
 
 
+@slow
 @pytest.mark.parametrize("tp", quick([2, 4], 0))  # 4: more devices than kv heads
 def test_tokens_are_equal_under_tp(tp, plain, greedy):
     mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])

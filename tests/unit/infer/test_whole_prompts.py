@@ -69,6 +69,7 @@ CASES = [(llava, {}), (encoder_decoder, {}), (llava, {"dp": 2, "tp": 2})]
 CASES += [(encoder_decoder, {"dp": 2, "tp": 2})]
 
 
+@slow
 @pytest.mark.parametrize("kind, sizes", quick(CASES, 0))
 def test_company_and_preemption_change_no_token(kind, sizes):
     """Each row alone, then all in a pool that has pages for two."""

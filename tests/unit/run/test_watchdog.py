@@ -10,8 +10,10 @@ import pytest
 
 from mjax.run.faults import watchdog
 from mjax.run.faults.watchdog import lost_process, memory_in_use
+from tests.marks import slow
 
 
+@slow
 @pytest.mark.parametrize("beats,code", [(0, 3), (20, 0)])
 def test_the_watchdog_ends_a_process_that_beats_no_more(beats, code):
     """Three seconds without a beat and it exits with code 3; beats keep it alive."""
