@@ -29,7 +29,7 @@ from mjax.models.towers.modalities import Items, features_of
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
 from tests.generation import made_ids
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 LLAVA = [
     "model.vocab_size=258",
@@ -126,6 +126,7 @@ def parameters_after(steps: int, cell: Cell, *keys: str) -> dict:
     return before, flatten_dict(jax.device_get(trainer.params()), sep=".")
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize("optimizer", [ADAM, *quick([MUON, LION])])
 def test_a_part_of_its_own_rate_moves_as_a_run_of_that_rate(optimizer):

@@ -21,7 +21,7 @@ from mjax.models.base.params import split
 from mjax.prove import Cell, deviation, make_trainer
 from mjax.train.batch import field_maker
 from tests.generation import made_ids
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 IMAGE = 257
 BYTES = load_tokenizer("byte")
@@ -199,6 +199,7 @@ def one_device():
     return {}
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize("cell, keys", CASES, ids=str)
 def test_loss_and_gradients_with_tags_are_the_same_on_meshes(data, cell, keys, one_device):

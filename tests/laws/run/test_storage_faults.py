@@ -48,6 +48,7 @@ def test_a_save_that_fails_anywhere_costs_no_other_checkpoint(tmp_path):
     require_lawful(drive(tmp_path, "saves", 12), 8)
 
 
+@exhaustive
 @slow
 @pytest.mark.timeout(3600)  # a minute or two of one core that is not shared
 def test_a_save_that_fails_everywhere_costs_no_other_checkpoint(tmp_path):

@@ -8,7 +8,7 @@ from mjax.config import load
 from mjax.errors import UserError
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 LAYERS = "model.num_hidden_layers=2"
 ROWS = 8
@@ -39,6 +39,7 @@ CELLS = [
 ]
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize("cell", quick(CELLS, 0), ids=str)
 def test_by_sequence_is_the_mean_of_means(cell):

@@ -9,7 +9,7 @@ from mjax.models.base.context import Context, Training, tokens_of
 from mjax.models.embedding_noise import noisy
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 KEYS = "model.num_hidden_layers=2", "train.neftune_alpha=5.0", "model.hidden_dropout=0.1"
 ROWS, WIDTH, ALPHA = 8, 32, 5.0
@@ -20,6 +20,7 @@ CELLS = [
 ]
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize("cell", quick(CELLS, 0), ids=str)
 def test_every_mesh_draws_the_same_noise(cell):

@@ -20,7 +20,7 @@ from mjax.run.loop import run_summary
 from mjax.sharding.spec import count_parameters
 from mjax.train import Trainer
 from tests.laws.training.test_lora import PLAIN, RANK, ROWS, UNROLLED, moments
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 NF4 = "lora.base=nf4"
 # Blocks of 64 inputs, on two devices of tp, too.
@@ -87,6 +87,7 @@ def test_a_step_is_that_on_the_dequantized_weights(feature, keys):
     assert len(codes) >= 10 and all(np.unique(c).size > 30 for c in codes)
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize(
     "feature, cell, keys",

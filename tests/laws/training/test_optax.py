@@ -10,7 +10,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.prove import Cell, make_batch, make_trainer, replicas_identical
 from mjax.train import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.updates import canonical_state, updated_state
 
 BY_NAME = {
@@ -74,6 +74,7 @@ def losses_of_one_device(name: str) -> list[float]:
     return run(made(Cell(), name), 5)
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize(
     ("name", "cell"),

@@ -19,7 +19,7 @@ from mjax.objectives.fields import BatchField
 from mjax.objectives.next_token import NextToken
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 LAYERS = "model.num_hidden_layers=2"
 FIELDS = {"old_log_prob": BatchField(np.float32), "advantage": BatchField(np.float32)}
@@ -91,6 +91,7 @@ MESHES = [
 ]
 
 
+@exhaustive
 @slow
 @pytest.mark.parametrize("mesh, objective", quick(MESHES, 1))
 def test_meshes_agree(mesh, objective):
