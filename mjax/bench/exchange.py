@@ -35,7 +35,7 @@ class Endpoint:
         )
 
     async def post(self, body: bytes) -> "RawReply":
-        """Send a request and wait for all of its reply; an `RawReply` says what went wrong."""
+        """Send a request and wait for all of its reply; a `RawReply` says what went wrong."""
         head = f"{self.head}\r\nContent-Length: {len(body)}\r\n\r\n"
         exchange, loop = RawReply(head.encode() + body), asyncio.get_running_loop()
         try:

@@ -7,6 +7,7 @@ on the device. Invariant: a request's tokens depend on the request and the weigh
 runs beside it, when it came, or how often it was preempted.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -48,8 +49,9 @@ class Engine:
     weight_dtype: "fp8" rounds the weights of layers' matmuls to e4m3.
     fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
     batch_invariant: whether the bits of a request do not depend on what runs beside it. All
-        steps then have the largest size and compute all kinds of draws, and a text begins when
-        all its pages are free.
+        steps then have the largest size and compute all kinds of draws and rules, and a text
+        begins when all its pages are free. Other programs serve prompts with log-probabilities
+        and rows with more than 16 biases or forbidden tokens, also for what runs beside these.
     donate: frees `params` while they are copied.
     drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
         between steps; it pays where few texts repeat themselves much.
@@ -180,12 +182,13 @@ class Engine:
         self.requests[request_id] = request
         return request
 
-    def abort(self, request_id: str) -> None:
-        """End a request where it is; nothing happens if it has ended."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request where it is, or one of its samples; nothing happens to what has ended."""
         request = self.requests.get(request_id)
-        for sample in request.samples if request else ():
-            sample.answer.finish("abort")
-            self._end(sample)
+        for number, sample in enumerate(request.samples if request else ()):
+            if index in (None, number) and not sample.has_ended:
+                sample.answer.finish("abort")
+                self._end(sample)
 
     @property
     def has_work(self) -> bool:
@@ -265,6 +268,9 @@ class Engine:
         """
         if self._sleeps or not self.runner.has_weights:
             raise UserError("the engine sleeps or has no weights; wake it, or give it some")
+        if all_rules:
+            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
+                _ = self._grammars
         return self.runner.warm_up(draws, all_rules)
 
     @property

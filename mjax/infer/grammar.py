@@ -5,13 +5,12 @@ of the tokenizer whose bytes are known, so neither padded ids nor special tokens
 where the text may end.
 """
 
-import functools
 import json
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from mjax.data.base.token_pieces import TokenPieces
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.infer.requests import Structured
@@ -115,8 +114,7 @@ def _said_by(matcher) -> str:
 class _Vocabulary:
     """The bytes of tokens, as llguidance reads them.
 
-    A token of unknown bytes has none, so that it is never allowed. Tokens are decoded after another
-    one, for the first token of a text may lose a space.
+    A token of unknown bytes has none, so that it is never allowed.
     """
 
     is_tokenizer_wrapper = True
@@ -125,35 +123,10 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, size: int, ends: Sequence[int]):
         self._encode = tokenizer.encode
         self.eos_token_id = ends[0]
-        special = {id: tokenizer.special_text(id) for id in range(size)}
-        self.special_token_ids = [id for id, text in special.items() if text or id in ends]
-        before = tokenizer.encode("a")
-        start = len(tokenizer.decode(before))
-        self.tokens = []
-        for id in range(size):
-            text = tokenizer.decode([*before, id])[start:]
-            piece = tokenizer.piece_of(id) if tokenizer.piece_of else None
-            self.tokens.append(special[id].encode() or token_bytes(text, piece))
+        special = [bool(tokenizer.special_text(id)) for id in range(size)]
+        self.special_token_ids = [id for id in range(size) if special[id] or id in ends]
+        pieces = TokenPieces(tokenizer)
+        self.tokens = [pieces(id)[1] for id in range(size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode())
-
-
-def token_bytes(text: str, piece: str | None) -> bytes:
-    """The bytes of a token that decodes to a text; none where they are not known."""
-    if "\ufffd" not in text:
-        return text.encode()
-    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece or ""):
-        return bytes.fromhex(byte[1])
-    letters = _byte_letters()
-    is_known = piece is not None and all(letter in letters for letter in piece)
-    return bytes(letters[letter] for letter in piece) if is_known else b""
-
-
-@functools.cache
-def _byte_letters() -> dict[str, int]:
-    """The bytes that letters stand for in byte-level BPE: GPT-2 moved the unprintable ones up."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    places = {chr(256 + number): byte for number, byte in enumerate(moved)}
-    return {chr(byte): byte for byte in printable} | places

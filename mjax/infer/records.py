@@ -263,8 +263,8 @@ ProgramInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
 class WarmPrograms(NamedTuple):
     """The kinds of draws whose programs are compiled before requests come.
 
-    all_rules: those of the last kind take rules of all parts, and may score prompts. So a request
-    with a rule compiles nothing, unless it has more than 16 biases or bans.
+    all_rules: those of the last kind take rules of all parts. So a request with a rule compiles
+    nothing, unless it has more than 16 biases or bans.
     """
 
     kinds: tuple[Draws, ...] = ()
@@ -277,8 +277,13 @@ class WarmPrograms(NamedTuple):
         chunks: int,
         drafts: int,
         vocabulary: int,
+        *,
+        scores: bool,
     ) -> list[ProgramInputs]:
-        """Inputs of all programs of these (rows, tokens of prefill)."""
+        """Inputs of all programs of these (rows, tokens of prefill).
+
+        scores: whether the last kind has programs that score prompts, beside its others.
+        """
         rows, tokens = sizes
         pairs = [(StepTokens(), records.empty(count)) for count in rows]
         if drafts:
@@ -293,9 +298,8 @@ class WarmPrograms(NamedTuple):
         found = [(*pair, RowRules(), kind) for pair in pairs for kind in plain]
         if not self.all_rules:
             return found
-        pairs += [
-            (given._replace(labels=given.ids), own) for given, own in pairs if given.ids is not None
-        ]
+        prompts = [(given, own) for given, own in pairs if scores and given.ids is not None]
+        pairs += [(given._replace(labels=given.ids), own) for given, own in prompts]
         last = self.kinds[-1]
         return found + [
             (g, own, filled(RowRules(), len(own), vocabulary, g.places), last) for g, own in pairs

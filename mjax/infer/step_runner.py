@@ -113,7 +113,7 @@ class StepRunner:
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
             draws = Draws(random=True, limited=True, penalties=True, top=top)
-            self._warm = WarmPrograms((draws,))
+            self._warm = WarmPrograms((draws,), all_rules=True)
         self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
 
@@ -160,14 +160,14 @@ class StepRunner:
     def warm_up(self, draws: Sequence[Draws], all_rules: bool) -> int:
         """Compile the programs of all sizes for these kinds of draws; returns their number.
 
-        all_rules: as in `WarmPrograms`.
+        all_rules: as in `WarmPrograms`; prompts are scored then, too.
         """
-        warm = WarmPrograms(self._warm.kinds if self._invariant else tuple(draws), all_rules)
+        warm = self._warm if self._invariant else WarmPrograms(tuple(draws), all_rules)
         self._has_counts |= any(kind.penalties for kind in warm.kinds)
         if self._state is not None:
             self._take_state()
         sizes = self.sizes, self._chunks, self._drafts, self._cfg.vocab_size
-        calls = warm.inputs(self.records, *sizes)
+        calls = warm.inputs(self.records, *sizes, scores=all_rules)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: self.program(*call), calls))
         self._warm = warm

@@ -189,12 +189,9 @@ class EngineServer:
 
     def _drop_sample(self, served: Served, index: int) -> None:
         """End one sample of a request whose others go on."""
-        sample = served.request.samples[index]
         served.sent[index] = -1
-        if not sample.has_ended:
-            sample.answer.finish("abort")
-            self.engine._end(sample)
-        self._report_samples([sample])
+        self.engine.abort(served.request.output.request_id, index)
+        self._report_samples([served.request.samples[index]])
 
     def report(self, updates: Iterable[TokenUpdate]) -> None:
         self._report_samples(dict.fromkeys(update.sample for update in updates))

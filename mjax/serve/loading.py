@@ -1,6 +1,5 @@
 """A model for an engine server: its engine, its embeddings, and commands that change it."""
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,8 +97,6 @@ class ServedModel:
             image=self._image(cfg),
         )
         if self.options.warm_up:
-            with contextlib.suppress(UserError):  # without llguidance or end tokens there are none
-                _ = made._grammars
             made.warm_up(draws, all_rules=True)
 
     def _load_encoder(self, cfg: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""PromptMaker as ids: texts, ids and conversations, in threads, for they may take long.
+"""Prompts as ids, from texts, ids and conversations; in threads, as this may take long.
 
 Templates are the model's own and run in a sandbox with a limit of time (`mjax/data/base/chat.py`).
 A request gives variables to a template, never the template.
@@ -6,6 +6,7 @@ A request gives variables to a template, never the template.
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ import numpy as np
 
 from mjax.data.base.chat import MARKS, TOKENS, ChatTemplate, load_chat_template
 from mjax.data.base.documents import read_text
+from mjax.data.base.token_pieces import TokenPieces
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.grammar import token_bytes
 from mjax.serve.api.images import IMAGE_MARK, expanded_ids, images_of
 from mjax.serve.api.limits import ApiOptions
 from mjax.serve.base.engines import Engines
@@ -130,8 +131,19 @@ class PromptMaker:
     def piece(self, token: int) -> tuple[str, list[int] | None]:
         """The text of a token, and its bytes if they are known."""
         if (found := self._pieces.get(token)) is None:
-            found = self._pieces[token] = _piece_of(self._engines.tokenizer, token)
+            found = self._pieces[token] = self._new_piece(token)
         return found
+
+    def _new_piece(self, token: int) -> tuple[str, list[int] | None]:
+        tokenizer = self._engines.tokenizer
+        if tokenizer is None or token >= tokenizer.vocab_size:
+            return "", None
+        text, known = self._token_pieces(token)
+        return text, [*known] or None
+
+    @functools.cached_property
+    def _token_pieces(self) -> TokenPieces:
+        return TokenPieces(self.tokenizer)
 
     def _require_short(self, texts: Sequence[str], param: str) -> None:
         longest = max(map(len, texts), default=0)
@@ -220,14 +232,3 @@ def _mark_end(message: dict[str, Any], mark: str) -> None:
         message["content"] = [*content[:-1], content[-1] | {"text": content[-1]["text"] + mark}]
     else:
         raise UserError("continue_final_message: the last message does not end with a text")
-
-
-def _piece_of(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] | None]:
-    if tokenizer is None or token >= tokenizer.vocab_size:
-        return "", None
-    if special := tokenizer.special_text(token):
-        return special, [*special.encode()]
-    before = tokenizer.encode("a")  # a text may lose the space of its first token
-    text = tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :]
-    found = token_bytes(text, tokenizer.piece_of(token) if tokenizer.piece_of else None)
-    return text, [*found] or None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mjax.infer.scheduling.pages import chain
 
-BLOCK_TOKENS = 64  # tokens
+BLOCK_TOKENS = 64
 _MOST_BLOCKS = 100_000  # blocks remembered of a replica
 _SLACK, _FACTOR = 8, 1.5  # samples, and times the least load, that a cached prefix is worth
 

@@ -19,6 +19,8 @@ ASKS = [
     (SHARED + RNG.integers(0, VOCAB, 20).tolist(), SamplingParams(max_tokens=12)),
     (RNG.integers(0, VOCAB, 3).tolist(), SamplingParams(max_tokens=30, temperature=0.8, seed=2)),
     ([5, 6], SamplingParams(max_tokens=25, repetition_penalty=1.3, logprobs=3)),
+    ([7, 8, 9], SamplingParams(max_tokens=15, logit_bias={3: -2.0, 4: 1.5})),
+    ([9], SamplingParams(max_tokens=7, allowed_token_ids=[1, 2, 3, 5, 8, 13])),
 ]
 
 

@@ -17,7 +17,7 @@ from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.serve.base import wire
 from mjax.serve.base.engines import EngineDied, Engines, Piece
 from mjax.serve.engine_server import EngineServer, in_thread
-from tests.laws.serving.kinds import make_engine
+from tests.laws.serving.kinds import at_rest, make_engine
 
 BYTES = load_tokenizer("byte")
 PROMPT = BYTES.encode("A prompt of some letters, long enough for a page of sixty-four tokens. ")
@@ -53,12 +53,6 @@ def unhurried(engine, monkeypatch):
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: time.sleep(0.01) or step())
     return engine
-
-
-def at_rest(engine: Engine) -> None:
-    assert not engine.requests and not engine._of_tokens
-    for lane in engine.lanes:
-        assert lane.pool.used == 0 and lane.pool.free + lane.pool.cached == lane.pool.pages - 1
 
 
 def run(server: EngineServer, function):
