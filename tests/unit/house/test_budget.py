@@ -79,19 +79,19 @@ def core_files() -> dict[Path, str]:
 
 # Lines of code of each room when all that is planned is built: docs/design.md, "Budgets".
 ROOMS = {
-    "config": 3_400,
-    "sharding": 900,
+    "config": 3_500,
+    "sharding": 950,
     "kernels": 7_000,
-    "models objectives": 8_500,
+    "models objectives": 9_900,
     "pipeline": 850,
-    "plan": 1_800,
+    "plan": 1_900,
     "optim": 750,
-    "data": 4_950,
-    "checkpoint interop convert": 8_550,
+    "data": 5_150,
+    "checkpoint interop convert": 10_600,
     "train run": 4_000,
     "post": 850,
     "serve chat": 4_000,
-    "infer generate": 3_300,
+    "infer generate": 3_500,
     "evaluate export bench report prove cli errors files json_file __init__": 4_350,
 }
 
