@@ -128,13 +128,18 @@ def _config(args: argparse.Namespace) -> int:
     import yaml
 
     from mjax.interop.huggingface.families.engine import config_from_hf
+    from mjax.interop.huggingface.families.parts import say_unused
+    from mjax.interop.huggingface.families.unread_keys import text_of
     from mjax.interop.sources import source_of
 
     folder = args.hf or args.megatron or args.ckpt
     require_files(folder)
     path = folder / "config.json" if folder.is_dir() else folder
+    config = read_json(path) if args.hf else {}
     has_weights = not args.hf or any(folder.glob("*.safetensors"))  # files tell of heads in them
-    cfg = source_of(folder).cfg if has_weights else config_from_hf(read_json(path))
+    cfg = source_of(folder).cfg if has_weights else config_from_hf(config)
+    if text_of(config) != config:
+        say_unused(f"the text alone is read, a model of model_type {cfg.model_type!r}")
     said = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
     return 0
@@ -187,7 +192,7 @@ def side_files(
     of the one that was imported, and all that lay beside its weights. `unread` as in `Source`."""
     from mjax.checkpoint.base.companion_files import UNREAD, read_side_files, tokenizer_dir
     from mjax.checkpoint.base.safetensors import pack
-    from mjax.interop.huggingface.config_words import in_words_of
+    from mjax.interop.huggingface.config_words import around_text, in_words_of
     from mjax.interop.huggingface.families.engine import config_to_hf
     from mjax.interop.huggingface.float8 import quantization_config
 
@@ -195,14 +200,15 @@ def side_files(
     found = read_side_files(ckpt) | (unread or {})
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
-    kept = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
-    if kept:
-        found[UNREAD] = pack(kept)
+    kept, form = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
+    if kept or form:
+        found[UNREAD] = pack(kept, form)
     if dtype == "float8":
         config["quantization_config"], dtype = quantization_config(cfg), "bfloat16"
         linear = [name.removesuffix(".weight") for name, t in kept.items() if t.ndim == 2]
         config["quantization_config"]["ignore"] += linear
-    config = in_words_of(old, config, dtype)
+    said = around_text if "prefixes" in form else in_words_of
+    config = said(old, config, dtype)
     words = json.dumps(config).encode() + found.get("generation_config.json", b"")
     if tokenizer is not None and b'"eos_token_id"' not in words:
         from mjax.data.base.tokenizer import load_tokenizer
@@ -217,21 +223,25 @@ def side_files(
     return found | {"config.json": _json(config)}
 
 
-def _unread_of_export(content: bytes, config: dict, cfg: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors that were kept aside at import, those that still belong to the model.
+def _unread_of_export(
+    content: bytes, config: dict, cfg: ModelConfig
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(tensors that were kept aside at import and still belong to the model, the file's form).
 
     `config` is what was imported. Tables of positions go with those that they were made for.
     """
-    from mjax.checkpoint.base.safetensors import unpack
+    from mjax.checkpoint.base.safetensors import said_in, unpack
     from mjax.interop.huggingface.families.engine import config_from_hf
+    from mjax.interop.huggingface.families.unread_keys import text_of
     from mjax.interop.huggingface.files import TABLES
 
-    unread = unpack(content)
-    if not unread or config.get("model_type") != cfg.model_type:
-        return {}
+    unread, form = unpack(content), said_in(content)
+    if not (unread or form) or text_of(config).get("model_type") != cfg.model_type:
+        return {}, {}
     positions = ((of.rope, of.max_position_embeddings) for of in (config_from_hf(config), cfg))
     same = len(set(map(str, positions))) == 1
-    return {name: tensor for name, tensor in unread.items() if same or not TABLES.search(name)}
+    kept = {name: tensor for name, tensor in unread.items() if same or not TABLES.search(name)}
+    return kept, form
 
 
 def verify(ours: Path, hf: Path, dtype: str) -> int:

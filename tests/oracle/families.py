@@ -87,12 +87,23 @@ _HYBRID = (
 _BAMBA = dict(
     mamba_n_heads=12, mamba_d_head=8, mamba_d_state=10, mamba_n_groups=3, mamba_chunk_size=8
 )
+_SHARED = "shared_expert_intermediate_size"
 _QWEN3_NEXT = (
     _BASE
     | dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
     | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
     | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
 )
+_MROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+_MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN35_MOE = {k: v for k, v in _QWEN3_NEXT.items() if k != "intermediate_size"} | dict(
+    layer_types=["linear_attention", "full_attention"] * 2, rope_parameters=_MROPE
+)
+_QWEN35 = {k: v for k, v in _QWEN35_MOE.items() if k not in (*_EXPERTS, _SHARED)} | dict(
+    intermediate_size=56, num_hidden_layers=3, linear_conv_kernel_dim=3
+)
+_QWEN35 |= dict(layer_types=["full_attention", "linear_attention", "linear_attention"])
 _LATENT_ROUTED = {k: v for k, v in (_LATENT | _ROUTED).items() if k != "first_k_dense_replace"}
 _NO_KV_HEADS = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"}
 _HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
@@ -278,6 +289,8 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
         | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
     ),
+    "qwen3_5": ("Qwen3_5Text", _QWEN35),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _QWEN35_MOE),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
     "olmo3": ("Olmo3", _NO_HEAD_DIM | dict(num_hidden_layers=5, rope_parameters=_TWO_ROPES)),
     "seed_oss": ("SeedOss", _BASE | dict(residual_dropout=0.0, attention_dropout=0.0)),

@@ -205,8 +205,10 @@ def write_file(
             assert size == math.prod(shape), (name, size, shape)
 
 
-def _header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], said: Mapping[str, str] | None = None
+) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(said or {})}}
     at = 0
     for name, (shape, dtype) in tensors.items():
         end = at + dtype.itemsize * math.prod(shape)
@@ -217,10 +219,18 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def pack(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """A file of small tensors of any kind, by name."""
-    header = _header({name: (array.shape, array.dtype) for name, array in tensors.items()})
+def pack(tensors: Mapping[str, np.ndarray], said: Mapping[str, str] | None = None) -> bytes:
+    """A file of small tensors of any kind, by name; `said`: texts that it holds besides."""
+    entries = {name: (array.shape, array.dtype) for name, array in tensors.items()}
+    header = _header(entries, said)
     return b"".join([header, *(array.tobytes() for array in tensors.values())])
+
+
+def said_in(content: bytes) -> dict[str, str]:
+    """The texts of a file that `pack` made."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    said = json.loads(content[8:start]).get("__metadata__", {})
+    return {name: text for name, text in said.items() if name != "format"}
 
 
 def unpack(content: bytes) -> dict[str, np.ndarray]:

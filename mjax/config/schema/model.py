@@ -16,6 +16,7 @@ from mjax.config.languages.layer_pattern import (
     modalities_of,
     modality_of,
     of_tower,
+    roles_of,
     sizes_of,
 )
 from mjax.config.schema.architecture import Architecture, Companions, architecture_of
@@ -375,8 +376,12 @@ class ModelConfig(Group):
 
     @property
     def prediction_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer that predicts tokens further ahead: that of the last layer."""
-        return self.layer_kinds[-1:] * self.num_nextn_predict_layers
+        """The kind of each layer that predicts tokens further ahead.
+
+        It is that of the last layer without a recurrence, if there is one, as in Qwen3-Next.
+        """
+        kinds = [k for k in self.layer_kinds if "recurrent" not in roles_of(k)]
+        return (kinds or self.layer_kinds)[-1:] * self.num_nextn_predict_layers
 
     @property
     def architecture(self) -> Architecture:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf
-from mjax.interop.huggingface.families.unread_keys import FOREIGN, MEANINGLESS
+from mjax.interop.huggingface.families.unread_keys import FOREIGN, MEANINGLESS, text_of
 
 # Keys that are kept whatever a run changed.
 KEPT = MEANINGLESS.union(FOREIGN)
@@ -32,6 +32,27 @@ def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
     config = _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
     order = [*imported, *config]
     return {key: config[key] for key in order if key in config}
+
+
+def around_text(imported: Mapping, exported: dict, dtype: str) -> dict:
+    """`imported`, the config.json of a model with towers, around the text `exported`.
+
+    The text is in its words, as `in_words_of` has them, without what `text_of` adds.
+    """
+    old = imported["text_config"]
+    text = text_of(dict(imported))
+    words = in_words_of(text, exported, dtype)
+    own = {key: old[key] for key in (*OWN, *DTYPE_KEYS) if key in old}
+    for key, value in _without_keys(words, OWN.union(DTYPE_KEYS)).items():
+        if key in old or text.get(key) != value:
+            own[key] = value
+    order = [*old, *own]
+    said = {key: own[key] for key in order if key in own}
+    config = _without_keys(imported, ("quantization_config", "compression_config"))
+    config["text_config"] = said
+    if "quantization_config" in exported:
+        config["quantization_config"] = exported["quantization_config"]
+    return _with_dtype(config, dtype)
 
 
 def _in_imported_words(imported: Mapping, exported: dict) -> dict:

@@ -25,6 +25,7 @@ from mjax.checkpoint.base.safetensors import (
     open_folder,
     pack,
     require_fp16_range,
+    said_in,
     unpack,
     write_file,
 )
@@ -35,7 +36,13 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.huggingface import float8, mxfp4
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath
-from mjax.interop.huggingface.names import NamesInFile, names_in, require_repeats
+from mjax.interop.huggingface.names import (
+    NamesInFile,
+    form_of_file,
+    in_form,
+    names_in,
+    require_repeats,
+)
 from mjax.sharding.spec import ParamSpec
 
 # Tables that follow from the config: rotary ones, causal masks (GPT-2), positions.
@@ -67,7 +74,10 @@ def hf_source(
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     found = names_in(cfg, slots, tensors)
     slots = mxfp4.turned(found.slots, tensors)
-    by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
+    by_batch: dict[Leaf, dict[tuple, dict]] = {path: {} for path in slots}
+    for path, places in slots.items():
+        for slot in places:
+            by_batch[path].setdefault(slot.batch, {})[slot.part] = slot
 
     @cache
     def dtype_of(path: Leaf) -> np.dtype:
@@ -87,28 +97,35 @@ def hf_source(
             cut = [slice(0, hi - lo) for lo, hi in real]
             for axis, i in zip(batch, at, strict=True):
                 cut[axis] = i - real[axis][0]
-            slot = places[at]
-            read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
+            for slot in places[at].values():
+                read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
         return out
 
     def check() -> None:
         shapes = tensor_shapes(cfg, specs, slots)
+        shapes = {n: s for n, s in shapes.items() if n in tensors or n not in found.repeats}
         named = {n: t for n, t in tensors.items() if n in shapes or not has_more}
         named = {n: t for n, t in named.items() if n not in found.beside}
         _check_names_and_shapes(folder, found.repeats, named, shapes)
         require_repeats(found.repeats, tensors)
-        if found.beside:
-            of_towers = sorted({name.removeprefix("model.").split(".")[0] for name in found.beside})
-            print(
-                f"mjax: {folder}: {len(found.beside)} tensors are of towers and not read "
-                f"({', '.join(of_towers)})",
-                file=sys.stderr,
-            )
+        _say_aside(folder, cfg, found.beside)
 
     def unread() -> dict[str, bytes]:
         return _unread_tensors(tensors, found, slots, exported or slots)
 
     return Source(cfg, read, check, unread=unread)
+
+
+def _say_aside(folder: str | Path, cfg: ModelConfig, beside: frozenset[str]) -> None:
+    """Tell on standard error that the text alone is read of a file, if it has more."""
+    if beside:
+        of_towers = sorted({name.removeprefix("model.").split(".")[0] for name in beside})
+        print(
+            f"mjax: {folder}: the text alone is read, a model of model_type {cfg.model_type!r}; "
+            f"{len(beside)} tensors of towers are kept aside for an export "
+            f"({', '.join(of_towers)})",
+            file=sys.stderr,
+        )
 
 
 def _unread_tensors(
@@ -120,9 +137,12 @@ def _unread_tensors(
         for path, places in slots.items()
         for here, there in zip(places, exported[path], strict=True)
     }
-    left = [n for n in tensors if n not in {*pairs, *found.repeats, *found.beside}]
-    named = {_exported_name(name, pairs): tensors[name].whole() for name in left}
-    return {UNREAD: pack(named)} if named else {}
+    left = [n for n in tensors if n not in {*pairs, *found.repeats}]
+    keeps_names = bool(found.prefixes)
+    names = {name: name if keeps_names else _exported_name(name, pairs) for name in left}
+    form = form_of_file(found, slots, exported)
+    named = {names[name]: tensors[name].whole() for name in left}
+    return {UNREAD: pack(named, form)} if named or form else {}
 
 
 def _exported_name(name: str, pairs: Mapping[str, str]) -> str:
@@ -155,7 +175,8 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: SlotsByPath) -> dict[str
 
 
 def _sizes_of_piece(slot: Slot, spec: ParamSpec) -> list[int]:
-    return [math.prod(spec.shape[axis] for axis in axes) for axes in slot.dims]
+    shape = slot.spec_of(spec).shape
+    return [math.prod(shape[axis] for axis in axes) for axes in slot.dims]
 
 
 def _ends_of_piece(slot: Slot, sizes: list[int]) -> tuple[int, ...]:
@@ -226,6 +247,9 @@ def read_slot(
     """Fill `out`, the part `ranges` of the slot's matrix, with axes in the parameter's order."""
     if not out.size:
         return
+    if slot.part is not None:
+        _read_part_of(tensor, slot, spec, ranges, out)
+        return
     matrix, first, width = _matrix_of_slot(out, slot, spec), *_place_of_slot(tensor.shape, slot)
     assert np.may_share_memory(matrix, out), "not a view"
     with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
@@ -241,6 +265,24 @@ def read_slot(
                     _assign(matrix[begin : begin + len(part), at_cols], part)
         finally:
             os.close(file)
+
+
+def _read_part_of(
+    tensor: Tensor, slot: Slot, spec: ParamSpec, ranges: list[tuple[int, int]], out: np.ndarray
+) -> None:
+    """`read_slot` of a part of a parameter: what `out` has of it, by way of an array of its own."""
+    axis, first, end = slot.part
+    low, high = ranges[axis]
+    start, stop = max(low, first), min(high, end)
+    if start < stop:
+        batch = spec.matrix_view()[0]
+        cut = [slice(hi - lo) for lo, hi in ranges]
+        cut[axis] = slice(start - low, stop - low)
+        inside = out[tuple(s for i, s in enumerate(cut) if i not in batch)]
+        inner = [*ranges[:axis], (start - first, stop - first), *ranges[axis + 1 :]]
+        values = np.empty(inside.shape, out.dtype)
+        read_slot(tensor, replace(slot, part=None), slot.spec_of(spec), inner, values)
+        inside[...] = values
 
 
 def _matrix_of_slot(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
@@ -336,6 +378,9 @@ def export(
     `read(path, index)` as in `Source`; `dtype` may be "float8" (interop/huggingface/float8.py).
     Raises `UserError` where `folder` already holds something.
     """
+    extras = dict(extras or {})
+    aside = extras.pop(UNREAD, pack({}))
+    slots = in_form(slots, said_in(aside))
     shapes = tensor_shapes(cfg, specs, slots)
     pieces: dict[str, list[tuple[Leaf, Slot]]] = {}
     for path, places in slots.items():
@@ -363,9 +408,7 @@ def export(
         def parts(name):
             return [tensor(name, dtypes[name])]
 
-    extras = dict(extras or {})
-    unread = unpack(extras.pop(UNREAD, pack({})))
-    unread = {name: tensor for name, tensor in unread.items() if name not in tensors}
+    unread = {name: tensor for name, tensor in unpack(aside).items() if name not in tensors}
     tensors |= {name: (tensor.shape, tensor.dtype) for name, tensor in unread.items()}
     files = _shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:
@@ -406,23 +449,26 @@ def write_slot(
     out: np.ndarray, slot: Slot, spec: ParamSpec, read: Callable[[Index], np.ndarray]
 ) -> Iterator[Callable[[], None]]:
     """Tasks that fill the slot's part of the tensor `out`, each with a block of the parameter."""
+    spec = slot.spec_of(spec)
     enumerating = spec.matrix_view()[0]
     batch = dict(zip(enumerating, slot.batch, strict=True))
     first = [batch.get(axis, 0) for axis in range(len(spec.shape))]
+    if slot.part is not None:
+        first[slot.part[0]] = slot.part[1]
     shape = tuple(1 if axis in batch else n for axis, n in enumerate(spec.shape))
     _, width = _place_of_slot(out.shape, slot)
     whole = out[slot.lead] if slot.lead else out
     whole = whole.reshape(-1, width)
 
     def fill(index: Index) -> None:
-        values = read(index).squeeze(enumerating)
+        values = read(_shifted(index, first)).squeeze(enumerating)
         matrix = _matrix_of_slot(values, slot, spec)
         ranges = [(s.start, s.stop) for s in index]
         for rows, cols, at_rows, at_cols in _spans(slot, spec, ranges):
             _assign(whole[rows, cols], matrix[at_rows, at_cols])
 
     for block in blocks(shape, block_shape(shape, out.itemsize)):
-        yield partial(fill, _shifted(block, first))
+        yield partial(fill, block)
 
 
 def _shifted(block: Index, first: list[int]) -> Index:

@@ -5,6 +5,7 @@ files repeat a tensor that is read for two. Invariant: a tensor that stands for 
 has its values, or the model has a place for it, or the file is refused.
 """
 
+import json
 import math
 import os
 import sys
@@ -17,7 +18,7 @@ from mjax.checkpoint.base.safetensors import Tensor
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.huggingface.families.bert import with_old_names
-from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed
+from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed, expert_apart
 
 _TRUNKS = ("model.", "transformer.", "backbone.", "bert.", "roberta.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -44,12 +45,13 @@ class NamesInFile:
     """The slots of a model in a file.
 
     repeats: tensors of the file that stand for another, and that one. beside: its tensors of towers
-    that the model lacks.
+    that the model lacks. prefixes: how names of the text begin beside towers, by ours.
     """
 
     slots: SlotsByPath
     repeats: Mapping[str, str]
     beside: frozenset[str]
+    prefixes: Prefixes = ()
 
 
 def names_in(cfg: ModelConfig, slots: SlotsByPath, names: Collection[str]) -> NamesInFile:
@@ -66,8 +68,38 @@ def names_in(cfg: ModelConfig, slots: SlotsByPath, names: Collection[str]) -> Na
         repeats = {name: there if of == embedding else of for name, of in repeats.items()}
     beside: Iterable[str] = ()
     if tower is not None:
-        beside = (name for name in names if not name.startswith((tower, *_HEADS)))
-    return NamesInFile(slots, repeats, frozenset(beside))
+        read = {slot.tensor for places in slots.values() for slot in places}
+        beside = (n for n in names if n not in read and not n.startswith((tower, *_HEADS)))
+        if _HEADS[0] not in names:
+            prefixes = (*prefixes, (_HEADS[0], _HEADS[1]))
+    beside = frozenset(beside)
+    return NamesInFile(slots, repeats, beside, prefixes if beside else ())
+
+
+# ---- the form of a file, for an export -----------------------------------------------------------
+
+
+def form_of_file(found: NamesInFile, slots: SlotsByPath, exported: SlotsByPath) -> dict[str, str]:
+    """How the file differs from what `exported` says, in texts: "prefixes" of a text beside towers,
+    and "apart", the tensors of stacked experts of which it has one for each expert."""
+    pairs = (pair for path in slots for pair in zip(slots[path], exported[path], strict=True))
+    apart = {there.tensor for here, there in pairs if there.lead and not here.lead}
+    form = {"prefixes": list(found.prefixes), "apart": sorted(apart)}
+    return {name: json.dumps(what) for name, what in form.items() if what}
+
+
+def in_form(slots: SlotsByPath, form: Mapping[str, str]) -> SlotsByPath:
+    """The slots of an export with the names of the file that was imported, by its `form_of_file`."""
+    if not form:
+        return slots
+    apart = json.loads(form.get("apart", "[]"))
+    prefixes = json.loads(form.get("prefixes", "[]"))
+
+    def place(slot: Slot) -> Slot:
+        slot = expert_apart(slot) if slot.tensor in apart else slot
+        return replace(slot, tensor=_renamed(slot.tensor, prefixes))
+
+    return changed(slots, place)
 
 
 def _repeats_in_file(
@@ -186,7 +218,7 @@ def _with_name(slots: SlotsByPath, old: str, new: str) -> SlotsByPath:
 def _repeated_tensors(slots: SlotsByPath) -> Iterator[tuple[str, str]]:
     """The tensors that slots place a piece in, besides the one that is read, and that one."""
     for places in slots.values():
-        read = {slot.batch: slot.tensor for slot in places}
+        read = {slot.piece: slot.tensor for slot in places}
         for slot in places:
-            if slot.tensor != read[slot.batch]:
-                yield slot.tensor, read[slot.batch]
+            if slot.tensor != read[slot.piece]:
+                yield slot.tensor, read[slot.piece]

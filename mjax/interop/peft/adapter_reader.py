@@ -240,7 +240,7 @@ def _read_whole(
     arrays = {}
     there = {names.get(name, name): tensor for name, tensor in tensors.items()}
     for path, places in slots(cfg, specs).items():
-        wanted = {slot.batch: slot for slot in places}
+        wanted = {slot.piece: slot for slot in places}
         having = [slot for slot in wanted.values() if slot.tensor in there]
         if not having:
             continue

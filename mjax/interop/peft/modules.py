@@ -131,7 +131,7 @@ def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[st
     modules: dict[str, Module] = {}
     of = real_specs(cfg, specs)
     for path, places in slots(cfg, specs).items():
-        last = {slot.batch: slot for slot in places}
+        last = {slot.batch: slot for slot in places if slot.part is None}
         for slot in last.values():
             found = _module_of(cfg, path, of[path], slot, in_files)
             if found is not None:

@@ -6,12 +6,16 @@ attention. Layers of multi-token prediction follow the others, under their numbe
 """
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from mjax.config.languages.layer_pattern import expand, pattern_of
 from mjax.config.schema.mixers import MlaConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.huggingface.families.family import Slot, outputs_first
 from mjax.interop.huggingface.families.parts import Part, alike, only, same, take
+from mjax.sharding.spec import ParamSpec
 
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
 ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
@@ -68,6 +72,63 @@ def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> Mod
     if any(name.startswith(first) for name in names):
         return cfg
     return cfg.model_copy(update={"num_nextn_predict_layers": 0})
+
+
+# Names within a prediction layer; all else is in its block.
+QWEN_PREDICTIONS = (
+    ("enorm.", "mtp.pre_fc_norm_embedding."),
+    ("hnorm.", "mtp.pre_fc_norm_hidden."),
+    ("eh_proj.", "mtp.fc."),
+    ("shared_head.norm.", "mtp.norm."),
+    ("", "mtp.layers.0."),
+)
+MIMO_PREDICTIONS = (
+    ("enorm.", "model.mtp_layers.0.token_layernorm."),
+    ("hnorm.", "model.mtp_layers.0.hidden_layernorm."),
+    ("eh_proj.", "model.mtp_layers.0.input_proj."),
+    ("shared_head.norm.", "model.mtp_layers.0.final_layernorm."),
+    ("", "model.mtp_layers.0."),
+)
+
+
+def one_prediction_layer(key: str) -> Part:
+    """The number of prediction layers under `key`: one, as published, or none."""
+    keys = same({key: "num_nextn_predict_layers"}, {key: 0})
+
+    def read(config: dict) -> dict:
+        if take(dict(config), key, 0) > 1:
+            only(config, key, 0, 1)
+        return keys.read(config)
+
+    return Part(read, keys.write)
+
+
+def with_prediction_layer(renames: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Fields of a family whose prediction layer has these names instead of DeepSeek's."""
+    projection = f"{dict(renames)['eh_proj.']}weight"
+
+    def name_of(cfg: ModelConfig, name: str) -> str:
+        start = f"model.layers.{cfg.num_hidden_layers}."
+        if not name.startswith(start):
+            return name
+        rest = name.removeprefix(start)
+        old, new = next(pair for pair in renames if rest.startswith(pair[0]))
+        return new + rest.removeprefix(old)
+
+    def as_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+        found = any(name.endswith(projection) for name in names)
+        return cfg.model_copy(update={"num_nextn_predict_layers": int(found)})
+
+    return {"name_of": name_of, "mend": as_in_file, "repeats_in_predictions": False}
+
+
+def hidden_state_first(spec: ParamSpec, at: dict[str, int]) -> tuple[Slot, ...]:
+    """The projection of a prediction layer whose input is hidden state, then embedding."""
+    slot, width = outputs_first(spec, at), spec.shape[1]
+    return tuple(
+        replace(slot, part=(0, part, part + 1), axis=1, start=(1 - part) * width)
+        for part in range(2)
+    )
 
 
 def latent_attention_part() -> Part:

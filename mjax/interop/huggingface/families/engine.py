@@ -200,7 +200,7 @@ def slots(cfg: ModelConfig, specs: dict, family: Family | None = None) -> SlotsB
     sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
     for path, of_path in pieces.items():
         for slot, order in of_path:
-            lengths = [leaves[path].shape[axis] for axis in slot.dims[slot.axis]]
+            lengths = [slot.spec_of(leaves[path]).shape[axis] for axis in slot.dims[slot.axis]]
             sizes.setdefault(slot.tensor, {})[order] = math.prod(lengths)
 
     def placed(slot: Slot, order: int) -> Slot:
@@ -210,7 +210,8 @@ def slots(cfg: ModelConfig, specs: dict, family: Family | None = None) -> SlotsB
     found = {}
     for path, of_path in pieces.items():
         places = tuple(placed(slot, order) for slot, order in of_path)
-        found[path] = (*_repeats(cfg, path, places), *places)
+        repeats = _repeats(cfg, path, places) if family.repeats_in_predictions else ()
+        found[path] = (*repeats, *places)
     return found
 
 
@@ -233,9 +234,10 @@ def _pieces(
     counts = [n for axis, n in zip(spec.axes, spec.shape, strict=True) if axis in axes]
     for index in product(*map(range, counts)):
         at = dict(zip(axes, index, strict=True))
-        slot = layout(spec, at)
-        name = slot.tensor.format(expert=at.get("experts"))
-        if "layers" in at:
-            name = f"model.layers.{layers[at['layers']]}.{name}"
-        tensor, order = family.tensor_of(cfg, name)
-        yield replace(slot, tensor=tensor), order
+        placed = layout(spec, at)
+        for slot in placed if isinstance(placed, tuple) else (placed,):
+            name = slot.tensor.format(expert=at.get("experts"))
+            if "layers" in at:
+                name = f"model.layers.{layers[at['layers']]}.{name}"
+            tensor, order = family.tensor_of(cfg, name)
+            yield replace(slot, tensor=tensor), order

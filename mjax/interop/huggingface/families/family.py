@@ -25,6 +25,7 @@ class Slot:
     step: the piece takes every `step`-th index there, or block of so many indices (`block`).
     lead: the leading index in a tensor that stacks several, or in its leading dimensions of size 1.
     number: the tensor lacks the parameter's dimension of size 1.
+    part: (axis, first, end) of the parameter's indices that the piece has; None: all.
     """
 
     tensor: str
@@ -36,6 +37,20 @@ class Slot:
     lead: tuple[int, ...] = ()
     number: bool = False
     block: int = 1
+    part: tuple[int, int, int] | None = None
+
+    @property
+    def piece(self) -> tuple:
+        """The piece; of slots with the same one, the last is read and the others repeat it."""
+        return self.batch, self.part
+
+    def spec_of(self, spec: ParamSpec) -> ParamSpec:
+        """The declaration of the part of the parameter that the piece has."""
+        if self.part is None:
+            return spec
+        axis, first, end = self.part
+        shape = *spec.shape[:axis], end - first, *spec.shape[axis + 1 :]
+        return replace(spec, shape=shape, parts=())
 
     def row(self, i: int) -> int:
         """The index along `axis` of the tensor that has index `i` of the piece."""
@@ -59,8 +74,9 @@ def changed(slots: SlotsByPath, change: Callable[[Slot], Slot]) -> SlotsByPath:
 
 # ---- layouts -------------------------------------------------------------------------------------
 
-# (declaration, index along each enumerating axis) -> slot, named as the parameter declares it.
-TensorLayout = Callable[[ParamSpec, dict[str, int]], Slot]
+# (declaration, index along each enumerating axis) -> slot, named as the parameter declares it; or
+# the slots of its parts.
+TensorLayout = Callable[[ParamSpec, dict[str, int]], Slot | tuple[Slot, ...]]
 
 
 def _slot(spec: ParamSpec, at: dict[str, int], *dims: tuple[int, ...], axis: int = 0) -> Slot:
@@ -198,6 +214,7 @@ class Family:
     base_class: its class without heads, if files of that class are read.
     mend: (model, names of tensors) -> the model that a file with these tensors holds.
     renamed_in: (slots, names of tensors) -> the slots of a file with these tensors.
+    repeats_in_predictions: layers of multi-token prediction have copies of embedding and head.
     """
 
     architecture: str
@@ -211,6 +228,7 @@ class Family:
     base_class: str | None = None
     mend: Callable[[ModelConfig, Collection[str]], ModelConfig] = _as_it_is
     renamed_in: Callable[[SlotsByPath, Collection[str]], SlotsByPath] = _as_it_is
+    repeats_in_predictions: bool = True
 
     @classmethod
     def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":
@@ -220,7 +238,8 @@ class Family:
     def layout_of(self, spec: ParamSpec) -> TensorLayout:
         """The layout of a parameter."""
         layouts = LAYOUTS | self.layouts
-        own = next((layouts[name] for name in spec.hf if name in layouts), None)
+        names = [re.sub(r"^model\.layers\.\d+\.", "", name) for name in spec.hf]
+        own = next((layouts[name] for name in names if name in layouts), None)
         return own or layouts.get(_kind_of(spec), vector)
 
     def tensor_of(self, cfg: ModelConfig, name: str) -> tuple[str, int]:
@@ -233,3 +252,30 @@ class Family:
         for old, new in self.rename:
             name = name.replace(old, new)
         return self.name_of(cfg, name), position
+
+
+# ---- experts that files have stacked or apart ----------------------------------------------------
+
+_APART = re.compile(r"((?:mtp\.)?layers\.\d+\.mlp\.experts\.)0\.down_proj\.weight$")
+
+
+def expert_apart(slot: Slot) -> Slot:
+    """The place of an expert's matrix in a file that has a tensor for each."""
+    layer, found, kind = slot.tensor.rpartition("mlp.experts.")
+    if not found or not slot.lead:
+        return slot
+    if kind == "gate_up_proj":
+        kind = "up_proj" if slot.start else "gate_proj"
+    name = f"{layer}{found}{slot.lead[0]}.{kind}.weight"
+    return replace(slot, tensor=name, lead=(), start=0)
+
+
+def experts_as_in(slots: SlotsByPath, names: Collection[str]) -> SlotsByPath:
+    """The slots of a file with these tensors, some of whose layers may have experts apart."""
+    apart = {found[1] for name in names if (found := _APART.search(name))}
+
+    def place(slot: Slot) -> Slot:
+        layer = slot.tensor.removeprefix("model.").rpartition(".")[0] + "."
+        return expert_apart(slot) if layer in apart else slot
+
+    return changed(slots, place) if apart else slots

@@ -8,12 +8,16 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 from mjax.interop.huggingface.families.bert import ENCODERS
 from mjax.interop.huggingface.families.decoders import DECODERS, MIXTRAL_RENAMES
 from mjax.interop.huggingface.families.deepseek import (
+    MIMO_PREDICTIONS,
     SHARED_EXPERTS,
     dense_first,
+    hidden_state_first,
     latent_attention_part,
+    one_prediction_layer,
     prediction_layers,
     routed_experts_v2,
     routed_experts_v3,
+    with_prediction_layer,
     without_missing_predictions,
 )
 from mjax.interop.huggingface.families.family import (
@@ -102,6 +106,16 @@ FAMILIES: dict[str, Family] = {
         *sizes_with_rope(),
         biases(True, out=False),
         left_out=_QWEN_LEFT_OUT,
+    ),
+    "mimo": Family.of(
+        "MiMoForCausalLM",
+        layer_types(optional_window),
+        one_prediction_layer("num_nextn_predict_layers"),
+        *sizes_with_rope(),
+        biases(True, out=False),
+        layouts={"eh_proj.weight": hidden_state_first},
+        left_out={"num_key_value_heads": 32, "sliding_window": 4096},
+        **with_prediction_layer(MIMO_PREDICTIONS),
     ),
     "qwen3": Family.of(
         "Qwen3ForCausalLM",

@@ -131,9 +131,13 @@ _TEXTS = {
     "got_ocr2": ("qwen2", True),
     "idefics3": ("llama", False),
     "internvl": ("qwen2", True),
+    "kimi_k25": ("kimi_k2", False),
+    "kimi_vl": ("deepseek_v3", False),
     "llava_next": ("llama", False),
     "mistral3": ("mistral", True),
     "qwen2_audio": ("qwen2", False),
+    "qwen3_5": ("qwen3_5_text", False),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False),
     "smolvlm": ("llama", False),
     "video_llava": ("llama", False),
     "vipllava": ("llama", False),
@@ -152,7 +156,8 @@ def text_of(config: dict) -> dict:
     says = config.get("tie_word_embeddings", tied), text.get("tie_word_embeddings", False)
     text["tie_word_embeddings"] = any(says)
     kind = take(dict(text), "model_type")
-    say_unused(f"of {name} the text alone is read, a model of model_type {kind!r}")
+    if config.get("quantization_config"):
+        text["quantization_config"] = config["quantization_config"]
     return {"hidden_act": "silu"} | _LEFT_OUT[kind] | text if kind in _LEFT_OUT else text
 
 
