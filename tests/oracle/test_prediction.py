@@ -1,8 +1,12 @@
-"""Multi-token prediction equals transformers' parts put together as DeepSeek-V3's paper says.
+"""Multi-token prediction equals transformers' parts put together as its publications say.
 
 transformers itself drops these layers. So their loss is written out here in torch, from its decoder
-layer, norms and rotary embedding.
+layer, norms and rotary embedding: DeepSeek-V3's paper, Qwen's configs (`mtp.fc` reads embedding,
+then hidden state), and MiMo's own modelling file (hidden state, then embedding).
 """
+
+import json
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,35 +24,90 @@ from mjax.interop.pretrained import from_pretrained
 from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.objectives.next_token import MultiToken
 from mjax.sharding.collectives import LOCAL
+from mjax.sharding.spec import trained_only
+from tests.marks import quick
 from tests.oracle.families import make
 
-DEPTHS, FACTOR = 2, 0.3
+FACTOR = 0.3
 
 
-def joined(model, depth: int) -> nn.ModuleDict:
-    """The parts of a prediction layer, with random weights."""
+@dataclass(frozen=True)
+class Form:
+    """How a family's files have prediction layers.
+
+    names: of the parts, with {depth} for the number that DeepSeek gives a layer.
+    depths: of the test's model.
+    said: what config.json says besides.
+    copies: whether the layers have copies of embedding and head.
+    hidden_first: the projection reads the hidden state before the embedding.
+    stacked: the experts of the layer are in one tensor.
+    mean: of norms' random gains.
+    """
+
+    names: dict[str, str]
+    depths: int = 1
+    said: tuple[tuple[str, object], ...] = ()
+    copies: bool = False
+    hidden_first: bool = False
+    stacked: bool = False
+    mean: float = 0.0
+
+
+_NAMES = "enorm", "hnorm", "eh_proj", "norm", "block"
+_DEEPSEEK = Form(
+    dict(zip(_NAMES, ("{depth}.enorm", "{depth}.hnorm", "{depth}.eh_proj"), strict=False))
+    | {"norm": "{depth}.shared_head.norm", "block": "{depth}"},
+    depths=2,
+    said=(("num_nextn_predict_layers", 2),),
+    copies=True,
+    mean=1.0,
+)
+_OF_QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
+_QWEN = Form({own: f"mtp.{name}" for own, name in zip(_NAMES, _OF_QWEN, strict=True)})
+_SAID = (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False))
+_OF_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+FORMS = {
+    "deepseek_v3_moe": _DEEPSEEK,
+    "glm4_moe_plain": _DEEPSEEK,
+    "qwen3_next_biased": _QWEN,
+    "qwen3_5": Form(_QWEN.names, said=_SAID),
+    "qwen3_5_moe": Form(_QWEN.names, said=_SAID, stacked=True),
+    "qwen2": Form(
+        {own: f"model.mtp_layers.0.{n}" for own, n in zip(_NAMES, _OF_MIMO, strict=False)}
+        | {"block": "model.mtp_layers.0"},
+        said=(("model_type", "mimo"), ("architectures", ["MiMoForCausalLM"]))
+        + (("num_nextn_predict_layers", 1),),
+        hidden_first=True,
+        mean=1.0,
+    ),
+}
+
+
+def joined(model, depth: int, mean: float) -> nn.ModuleDict:
+    """The parts of a prediction layer, with random weights; its block attends."""
     layer, norm = type(model.model.layers[-1]), type(model.model.norm)
     cfg = model.config
+    types = getattr(cfg, "layer_types", None) or ["full_attention"] * cfg.num_hidden_layers
+    number = max(i for i, kind in enumerate(types) if kind == "full_attention")
     torch.manual_seed(depth)
     parts = nn.ModuleDict(
         {
             "enorm": norm(cfg.hidden_size, cfg.rms_norm_eps),
             "hnorm": norm(cfg.hidden_size, cfg.rms_norm_eps),
             "eh_proj": nn.Linear(2 * cfg.hidden_size, cfg.hidden_size, bias=False),
-            "block": layer(cfg, cfg.num_hidden_layers - 1),
+            "block": layer(cfg, number),
             "norm": norm(cfg.hidden_size, cfg.rms_norm_eps),
         }
     )
     for name, parameter in parts.named_parameters():
-        mean = 1.0 if "norm" in name else 0.0
-        nn.init.normal_(parameter, mean, 0.15)
+        nn.init.normal_(parameter, mean if "norm" in name else 0.0, 0.15)
     for name, buffer in parts.named_buffers():
         if "correction_bias" in name:
             nn.init.normal_(buffer, 0.0, 0.1)
     return parts.eval()
 
 
-def losses(model, layers: list[nn.ModuleDict], tokens, labels) -> list[torch.Tensor]:
+def losses(model, layers: list[nn.ModuleDict], form: Form, tokens, labels) -> list[torch.Tensor]:
     """The mean cross-entropy of the model and of each depth."""
     body = model.model
     hidden = body(tokens).last_hidden_state
@@ -66,31 +125,32 @@ def losses(model, layers: list[nn.ModuleDict], tokens, labels) -> list[torch.Ten
         ahead = torch.zeros_like(tokens)
         ahead[:, :-depth] = tokens[:, depth:]
         both = parts["enorm"](body.embed_tokens(ahead)), parts["hnorm"](hidden)
-        x = parts["eh_proj"](torch.cat(both, -1))
+        x = parts["eh_proj"](torch.cat(both[::-1] if form.hidden_first else both, -1))
         options = {"position_embeddings": rotary, "attention_mask": mask}
-        hidden = parts["norm"](parts["block"](x, position_ids=positions, **options))
+        made = parts["block"](x, position_ids=positions, **options)
+        hidden = parts["norm"](made[0] if isinstance(made, tuple) else made)
         logits = model.lm_head(hidden)[:, :-depth]
         found.append(cross_entropy(logits.flatten(0, 1), labels[:, depth:].flatten()))
     return found
 
 
-def save(model, layers: list[nn.ModuleDict], folder) -> None:
-    """A folder like DeepSeek's own: the layers follow the model's, with copies of the tables."""
-    model.config.num_nextn_predict_layers = len(layers)
+def save(model, layers: list[nn.ModuleDict], form: Form, folder) -> None:
+    """A folder as the family publishes it."""
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(form.said)))
     tensors = load_file(folder / "model.safetensors")
-    words = {"block.": "", "norm.": "shared_head.norm."}
     for depth, parts in enumerate(layers):
-        first = f"model.layers.{model.config.num_hidden_layers + depth}."
-        tensors[f"{first}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{first}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        number = f"model.layers.{model.config.num_hidden_layers + depth}"
+        if form.copies:
+            tensors[f"{number}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{number}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         for name, tensor in parts.state_dict().items():
-            for old, new in words.items():
-                if name.startswith(old):
-                    name = new + name.removeprefix(old)
-                    break
-            for piece, part in experts_apart(name, tensor):
-                tensors[first + piece] = part.contiguous().clone()
+            own, _, rest = name.partition(".")
+            start = form.names[own].format(depth=number)
+            pieces = [(rest, tensor)] if form.stacked else experts_apart(rest, tensor)
+            for piece, part in pieces:
+                tensors[f"{start}.{piece}"] = part.contiguous().clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -107,28 +167,29 @@ def experts_apart(name: str, tensor: torch.Tensor):
         yield name, tensor
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3_moe", "glm4_moe_plain"])
+@pytest.fixture(scope="module", params=quick(FORMS, 0, 1, 2, 5))
 def saved(request, tmp_path_factory):
-    """(the transformers model, its prediction layers, the folder of both)."""
-    model = make(request.param)
-    layers = [joined(model, depth) for depth in range(1, DEPTHS + 1)]
+    """(the transformers model, its prediction layers, the folder of both, their form)."""
+    model, form = make(request.param), FORMS[request.param]
+    layers = [joined(model, depth, form.mean) for depth in range(1, form.depths + 1)]
     folder = tmp_path_factory.mktemp(request.param) / "hf"
-    save(model, layers, folder)
-    return model, layers, folder
+    save(model, layers, form, folder)
+    return model, layers, folder, form
 
 
-def test_losses_and_gradients(saved):
-    model, layers, folder = saved
+def test_losses_and_gradients(saved, tmp_path):
+    model, layers, folder, form = saved
     ids = np.random.default_rng(0).integers(3, 251, (2, 41))
     tokens, labels = torch.tensor(ids[:, :-1]), torch.tensor(ids[:, 1:])
-    expected = losses(model, layers, tokens, labels)
-    for parameter in (*model.parameters(), *(p for parts in layers for p in parts.parameters())):
+    expected = losses(model, layers, form, tokens, labels)
+    parameters = [*model.parameters(), *(p for parts in layers for p in parts.parameters())]
+    for parameter in parameters:
         parameter.grad = None
     (expected[0] + FACTOR * torch.stack(expected[1:]).mean()).backward()
 
     ours = from_pretrained(folder)
-    assert ours.cfg.num_nextn_predict_layers == DEPTHS
-    objective = MultiToken(DEPTHS, FACTOR)
+    assert ours.cfg.num_nextn_predict_layers == form.depths
+    objective = MultiToken(form.depths, FACTOR)
     ids = ids.astype(np.int32)
     batch = {
         "tokens": jnp.asarray(ids[:, :-1]),
@@ -150,36 +211,26 @@ def test_losses_and_gradients(saved):
         return sum(means.values()), means
 
     (_, means), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(ours.params)
-    for name, loss in zip(("loss", "mtp_1", "mtp_2"), expected, strict=True):
+    for name, loss in zip(("loss", "mtp_1", "mtp_2"), expected, strict=False):
         assert float(means[name]) == pytest.approx(loss.item(), rel=2e-6), name
-    mine = grads["mtp_2"]
-    block = layers[1]["block"]
-    pairs = {
-        "embedding": (grads["embedding"][:251], model.model.embed_tokens.weight),
-        "head": (grads["head"][:251], model.lm_head.weight),
-        "final norm": (grads["final_norm"]["gain"], model.model.norm.weight),
-        "enorm": (mine["embedding_norm"]["gain"], layers[1]["enorm"].weight),
-        "hnorm": (mine["hidden_norm"]["gain"], layers[1]["hnorm"].weight),
-        "projection": (
-            mine["projection"].reshape(-1, mine["projection"].shape[-1]).T,
-            layers[1]["eh_proj"].weight,
-        ),
-        "norm": (mine["final_norm"]["gain"], layers[1]["norm"].weight),
-        "router": (mine["block"]["mlp"]["router"].T, block.mlp.gate.weight),
-        "first norm": (
-            jax.tree.map(
-                lambda g: g[0], grads[next(iter(ours.definition.bind(ours.params).stacks))]
-            )["attention_norm"]["gain"],
-            model.model.layers[0].input_layernorm.weight,
-        ),
-    }
-    for name, (got, theirs) in pairs.items():
-        want = theirs.grad.numpy()
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max(), err_msg=name)
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():  # the gradients go through the same import, as weights of their own
+        for p in parameters:
+            p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        save(model, layers, form, tmp_path / "grads")
+        for p, before in zip(parameters, kept, strict=True):
+            p.copy_(before)
+    wanted = from_pretrained(tmp_path / "grads").params
+    grads, wanted = (trained_only(tree, ours.definition.specs) for tree in (grads, wanted))
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True
+    ):
+        bound = 1e-4 * max(np.abs(want).max(), 1e-30)
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(path))
 
 
 def test_export_gives_back_every_byte(saved, tmp_path, monkeypatch):
-    _, _, folder = saved
+    *_, folder, _ = saved
     arguments = ["import", "--hf", folder, "--out", tmp_path / "ckpt"]
     monkeypatch.setattr("sys.argv", ["convert", *map(str, arguments)])
     assert convert() == 0
@@ -193,16 +244,17 @@ def test_export_gives_back_every_byte(saved, tmp_path, monkeypatch):
 
 
 def test_a_folder_without_their_weights_has_no_prediction_layers(saved, tmp_path):
-    model, _, _ = saved
+    model, *_ = saved
     model.save_pretrained(tmp_path / "hf")
     assert from_pretrained(tmp_path / "hf").cfg.num_nextn_predict_layers == 0
 
 
 def test_half_of_their_weights_is_an_error(saved, tmp_path):
-    _, _, folder = saved
+    *_, folder, form = saved
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    dropped = next(name for name in tensors if name.endswith("eh_proj.weight"))
+    wanted = form.names["hnorm"].removeprefix("{depth}")
+    dropped = next(name for name in tensors if name.endswith(f"{wanted}.weight"))
     del tensors[dropped]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"tensor {dropped} is missing"):

@@ -89,7 +89,7 @@ def form_of_file(found: NamesInFile, slots: SlotsByPath, exported: SlotsByPath) 
 
 
 def in_form(slots: SlotsByPath, form: Mapping[str, str]) -> SlotsByPath:
-    """The slots of an export with the names of the file that was imported, by its `form_of_file`."""
+    """The slots of an export with the names of the imported file, by its `form_of_file`."""
     if not form:
         return slots
     apart = json.loads(form.get("apart", "[]"))
