@@ -39,7 +39,7 @@ class Fit:
     given: shapes in the weights, without padding.
     wanted: shapes in the model.
     made: in words, how a parameter is computed from others.
-    left_out: heads that the model lacks.
+    left_out: heads and prediction layers that the model lacks.
     """
 
     source: Source
@@ -105,11 +105,14 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     keys = {key for change in changes for key in CHANGES[change]}
     if "towers" in changes:
         keys |= {key for key in leaf_keys(ModelConfig) if key.startswith(_TOWERS)}
+    if cfg.num_nextn_predict_layers < source.cfg.num_nextn_predict_layers:
+        keys |= {"num_nextn_predict_layers"}
     require_same_model(cfg, source.cfg, may_differ=keys | (_POSITION_KEYS if source.has else set()))
     _require_same_kinds(cfg, source.cfg, changes)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
-    left_out: set[str] = set()
+    left_out = {path[0] for path in given if path not in wanted and path[0].startswith("mtp_")}
+    given = {path: shape for path, shape in given.items() if path[0] not in left_out}
     if source.has is not None or "towers" in changes:  # the rest is drawn, whole
         has = given.keys() if source.has is None else source.has
         left_out |= {path[0] for path in has if path not in wanted}

@@ -22,10 +22,11 @@ from mjax.json_file import read_json
 from mjax.models import definition_of
 
 
-def source_of(path: str | Path) -> Source:
+def source_of(path: str | Path, predictions: int | None = None) -> Source:
     """The weights in `path`, whatever their format; of a run the newest, of a step its own.
 
-    Raises `UserError` if it is none we know.
+    `predictions`: the prediction layers that are wanted; others of a file are kept aside for an
+    export, where their names tell that they are there. Raises `UserError` if it is none we know.
     """
     require_files(path)
     path = Path(path)
@@ -37,6 +38,10 @@ def source_of(path: str | Path) -> Source:
         tensors = open_folder(path)
         family = FAMILIES[cfg.model_type]
         cfg = family.mend(cfg, tensors)
+        wanted = cfg.num_nextn_predict_layers if predictions is None else predictions
+        has_more = wanted < cfg.num_nextn_predict_layers and not family.repeats_in_predictions
+        if has_more:
+            cfg = cfg.model_copy(update={"num_nextn_predict_layers": wanted})
         if cfg.tie_word_embeddings:
             found = names_in(cfg, slots(cfg, definition_of(cfg).specs), tensors)
             apart = heads_apart(found, tensors, cfg)
@@ -44,7 +49,7 @@ def source_of(path: str | Path) -> Source:
         specs = definition_of(cfg).specs
         exported = slots(cfg, specs)
         found = family.renamed_in(exported, tensors)
-        return hf_source(path, cfg, specs, found, exported=exported)
+        return hf_source(path, cfg, specs, found, has_more, exported)
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.interop.megatron.parameters import megatron_source
 

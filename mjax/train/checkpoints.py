@@ -182,7 +182,8 @@ class Checkpoints:
         """The weights that the config starts from, by the folders they are in."""
         names, sources = self.cfg.checkpoint, {}
         if names.init_from is not None:
-            sources[names.init_from] = source_of(names.init_from)
+            predictions = self.cfg.model.num_nextn_predict_layers
+            sources[names.init_from] = source_of(names.init_from, predictions)
         if names.init_audio is not None:
             sources[names.init_audio] = whisper_source(Path(names.init_audio), self.cfg.model)
         return sources
