@@ -1,11 +1,10 @@
 """gpt-oss in Hugging Face's words: its part of a config.json, and what its tensors are called.
 
 Its windows are read by `layer_types`. The published weights of its experts are in MXFP4
-(`mxfp4.py`); an export has them in bfloat16.
+(`interop/coded/mxfp4.py`); an export has them in bfloat16.
 """
 
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
 from mjax.interop.huggingface.families.parts import BALANCE, Part, alike, only, same, take
 from mjax.models.moe.expert import GPT_OSS_SHARPNESS
 
@@ -38,7 +37,6 @@ def gpt_oss() -> Part:
     keys = same(_KEYS, _DEFAULTS)
 
     def read(config: dict) -> dict:
-        _require_mxfp4(config.pop("quantization_config", None))
         only(config, "swiglu_alpha", GPT_OSS_SHARPNESS)
         config.pop("initial_context_length", None)  # rope_scaling has it
         only(config, "experts_per_token", config.get("num_experts_per_tok"))
@@ -59,13 +57,3 @@ def gpt_oss() -> Part:
         }
 
     return Part(read, write)
-
-
-def _require_mxfp4(quantization: dict | None) -> None:
-    """Raise `UserError` for weights in any other format than MXFP4."""
-    method = (quantization or {}).get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise UserError(
-            f"config.json: quantization_config has quant_method={method!r}, which is not supported "
-            "(only 'mxfp4'); save the model in bfloat16"
-        )
