@@ -80,9 +80,8 @@ def _block_of_weights(weights: dict) -> SharedBlock:
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if strategy not in blocks:
         _refuse(f"strategy={strategy!r}", "compressed-tensors")
-    return (
-        blocks[strategy] if None in (blocks[strategy] or ()) else _checked_block(blocks[strategy])
-    )
+    block = blocks[strategy]
+    return block if strategy in ("tensor", "channel") else _checked_block(block)
 
 
 def _checked_block(sizes: object) -> SharedBlock:

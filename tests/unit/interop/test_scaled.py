@@ -344,6 +344,7 @@ AWQ = "quant_method='awq', which mjax does not read .* take the bfloat16 model t
         (groups(symmetric=False), "symmetric=False, which mjax does not read"),
         (groups(strategy="token"), "strategy='token', which mjax does not read"),
         (groups(strategy="block"), "has blocks of None; give two sizes"),
+        (groups(strategy="block", block_structure=[None, 4]), r"has blocks of \[None, 4\]; give"),
         (groups() | dict(transform_config={"a": 1}), "transform_config or sparsity_config"),
         (groups() | dict(config_groups=[3]), "config_groups"),
         ("fp8", "quantization_config='fp8' is not of the kind"),
