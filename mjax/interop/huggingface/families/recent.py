@@ -124,8 +124,9 @@ def _thetas_of_layers() -> Part:
         return fields | {"layer_pattern": pattern_of(made)}
 
     def write(cfg: ModelConfig) -> dict:
-        local = cfg.rope.rope_local_theta or cfg.rope.rope_theta
-        bases = {"full+mlp": cfg.rope.rope_theta, "window+mlp": local}
+        base = cfg.rope.rope_theta
+        local = cfg.rope.rope_local_theta or base
+        bases = {"full+mlp": base, "window+mlp": local}
         windowed = [kind.replace("nope_window", "window") for kind in cfg.layer_kinds]
         plain = cfg.model_copy(update={"layer_pattern": ", ".join(windowed)})
         thetas = [bases.get(kind, 0) for kind in cfg.layer_kinds]
