@@ -24,7 +24,7 @@ _CODES = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _SUFFIXES = ("_scale_inv", "_scale")
 # Scales of activations and caches, which servers read.
-_OF_SERVERS = tuple(f".{of}_scale" for of in "input output activation q k v".split())
+_OF_SERVERS = ("activation_scale", *(f".{of}_scale" for of in "input output q k v".split()))
 _FLOATS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 

@@ -125,7 +125,8 @@ def _plain_modules(slots: SlotsByPath, specs: Mapping) -> Iterator[str]:
                     "reader is known to take in 8 bits; export the model as bfloat16"
                 )
             sides = [np.prod([spec.shape[a] for a in axes], dtype=int) for axes in slot.dims]
-            if linear and any(side % BLOCK_SIDE for side in sides):
+            is_whole = spec.matmul == "kv_a"  # which vLLM does not split
+            if linear and not is_whole and any(side % BLOCK_SIDE for side in sides):
                 odd.append(slot.tensor)
             is_matrix = len(slot.dims) > 1 and spec.role != "embedding"
             if is_matrix and not linear:

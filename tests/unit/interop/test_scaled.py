@@ -21,6 +21,7 @@ from mjax.interop.pretrained import from_pretrained
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.sharding.mesh import make_mesh
+from tests.marks import slow
 
 F8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -51,6 +52,10 @@ PHI3 = {
     for k, v in QWEN3_MOE.items()
     if not k.startswith(("moe", "num_exp", "mlp", "norm", "router", "head_dim"))
 } | dict(model_type="phi3", architectures=["Phi3ForCausalLM"], pad_token_id=0)
+_NOT_GRANITE = "num_experts moe_intermediate_size mlp_only_layers head_dim norm_topk_prob".split()
+GRANITE = {k: v for k, v in QWEN3_MOE.items() if k not in _NOT_GRANITE} | dict(
+    model_type="granitemoe", architectures=["GraniteMoeForCausalLM"], num_local_experts=4
+)
 BLOCKS = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[16, 24])
 
 
@@ -74,7 +79,7 @@ KINDS = {
         (999, 999),
         "_scale_inv",
         BF16,
-        lambda shape: (),
+        lambda shape: shape[:-2],
         BLOCKS | dict(weight_block_size=None, activation_scheme="static"),
     ),
     "tensor": ((999, 999), "_scale", np.float32, lambda shape: (1,), groups(strategy="tensor")),
@@ -95,6 +100,9 @@ KINDS = {
         groups(strategy="block", block_structure=[128, 16]),
     ),
 }
+
+_FIRST = "blocks", "a matrix, static", "channel", "tensor"
+_OTHERS = [kind for kind in KINDS if kind not in _FIRST]
 
 
 @cache
@@ -135,15 +143,18 @@ def make(folder, kind: str, model: dict = QWEN3_MOE) -> None:
     specs = definition_of(cfg).specs
     tensors, scales, plain = {}, {}, {}
     for name, shape in tensor_shapes(cfg, specs, slots(cfg, specs)).items():
-        if len(shape) != 2 or not name.endswith("_proj.weight"):
+        if len(shape) < 2 or not name.endswith(("_proj.weight", "_linear.weight")):
             plain[name] = tensors[name] = rng.normal(size=shape).astype(BF16)
             continue
         codes = rng.integers(0, 255, shape, np.uint8)
         codes[codes == 127] = 3  # NaN, as 255 is
-        grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+        *lead, height, width = shape
+        grid = (*lead, -(-height // block[0]), -(-width // block[1]))
         scale = np.exp(rng.normal(size=grid)).astype(np.float32).astype(dtype)
         tensors[name] = codes.view(F8)
-        plain[name] = decoded(codes, scale, block)
+        matrices = codes.reshape(-1, height, width), scale.reshape(-1, *grid[-2:])
+        one_by_one = zip(*matrices, strict=True)
+        plain[name] = np.stack([decoded(c, s, block) for c, s in one_by_one]).reshape(shape)
         scales[name + suffix] = scale.reshape(shape_of(shape) if shape_of else grid)
         if kind == "a matrix, static":
             scales[name.replace("weight", "activation_scale")] = np.ones((), BF16)
@@ -158,7 +169,7 @@ def assert_same_bits(found: dict, wanted: dict) -> None:
     jax.tree.map(same, found, wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*_FIRST, *(pytest.param(k, marks=slow) for k in _OTHERS)])
 def test_numbers_are_those_of_an_independent_program(kind, tmp_path, capsys):
     make(tmp_path, kind)
     found, wanted = (source_of(tmp_path / name) for name in ("coded", "plain"))
@@ -172,9 +183,13 @@ def test_numbers_are_those_of_an_independent_program(kind, tmp_path, capsys):
         assert ours.tobytes() == theirs.tobytes(), path
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, PHI3], ids=["experts", "fused"])
-def test_any_part_has_the_bits_of_the_whole(model, tmp_path):
-    make(tmp_path, "blocks", model)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [(QWEN3_MOE, "blocks"), (PHI3, "blocks"), (GRANITE, "blocks"), (GRANITE, "a matrix, static")],
+    ids=["experts", "fused", "stacked", "stacked, a matrix each"],
+)
+def test_any_part_has_the_bits_of_the_whole(model, kind, tmp_path):
+    make(tmp_path, kind, model)
     found, wanted = (source_of(tmp_path / name) for name in ("coded", "plain"))
     rng = np.random.default_rng(1)
     for path, spec in flat(definition_of(found.cfg).specs).items():
@@ -243,21 +258,16 @@ def test_the_codes_of_blocks_come_back(power):
     np.testing.assert_array_equal(again[1], scales)
 
 
-STACKED = QWEN3_MOE | dict(model_type="granitemoe", num_local_experts=4)
 OTHERS = {
     "Conv1D": dict(model_type="gpt2", vocab_size=61, n_embd=16, n_head=2, n_layer=1)
     | dict(n_positions=16, activation_function="gelu_new", layer_norm_epsilon=1e-5),
-    "linear.weight stacks experts in one tensor": {
-        key: value
-        for key, value in STACKED.items()
-        if key not in ("num_experts", "moe_intermediate_size", "mlp_only_layers", "head_dim")
-    },
+    "linear.weight stacks experts in one tensor": GRANITE,
 }
 
 
 @pytest.mark.parametrize("message", OTHERS)
 def test_families_without_the_layout_are_refused(message):
-    cfg = config_from_hf({k: v for k, v in OTHERS[message].items() if k != "norm_topk_prob"})
+    cfg = config_from_hf(OTHERS[message])
     specs = definition_of(cfg).specs
     with pytest.raises(UserError, match=f"--dtype float8_block: .*{message}"):
         quantization_config(cfg, slots(cfg, specs), flat(specs), "float8_block")
