@@ -9,14 +9,12 @@ from typing import NoReturn
 
 from mjax.errors import UserError
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+KEYS_OF_CODES = ("quantization_config", "compression_config", "quantization")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _WAYS = {
     "bitsandbytes": "let transformers write it: model.dequantize(), model.save_pretrained(FOLDER)",
-    "compressed-tensors": "let transformers write it, loaded with CompressedTensorsConfig"
-    "(dequantize=True)",
+    "compressed-tensors": "let transformers write it: CompressedTensorsConfig(dequantize=True)",
 }
-_FROM_BF16 = "take the bfloat16 model that it was made from"
 
 SharedBlock = tuple[int | None, int | None]  # rows and columns that share a scale; None: all
 
@@ -24,7 +22,7 @@ SharedBlock = tuple[int | None, int | None]  # rows and columns that share a sca
 def quantization_of(config: dict) -> dict | None:
     """The part of a config.json that tells how weights are coded, that of its text if need be."""
     parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
-    found = (part[key] for part in parts for key in QUANTIZATION_KEYS if part.get(key))
+    found = (part[key] for part in parts for key in KEYS_OF_CODES if part.get(key))
     return next(found, None)
 
 
@@ -38,11 +36,9 @@ def has_static_scales(config: dict) -> bool:
 
 def weight_blocks(config: dict) -> tuple[SharedBlock, ...]:
     """The blocks that scales of a checkpoint stand for. Raises `UserError` for codes unknown."""
-    said = quantization_of(config)
-    if said is None:
-        return ()
+    said = quantization_of(config) or {}
     method = said.get("quant_method")
-    if method == "mxfp4":
+    if not said or method == "mxfp4":
         return ()
     if method == "fp8":
         for key, value in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
@@ -71,17 +67,13 @@ def _block_of_weights(weights: dict) -> SharedBlock:
     kind = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True)
     if kind != ("float", 8, True):
         _refuse("weights of type={}, num_bits={}, symmetric={}".format(*kind), "compressed-tensors")
-    blocks = {
-        "tensor": (None, None),
-        "channel": (1, None),
-        "group": (1, weights.get("group_size")),
-        "block": weights.get("block_structure"),
-    }
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if strategy not in blocks:
+    strategy = weights.get("strategy")
+    if strategy in ("tensor", "channel"):
+        return None if strategy == "tensor" else 1, None
+    sizes = {"group": [1, weights.get("group_size")], "block": weights.get("block_structure")}
+    if strategy not in sizes:
         _refuse(f"strategy={strategy!r}", "compressed-tensors")
-    block = blocks[strategy]
-    return block if strategy in ("tensor", "channel") else _checked_block(block)
+    return _checked_block(sizes[strategy])
 
 
 def _checked_block(sizes: object) -> SharedBlock:
@@ -94,7 +86,7 @@ def _checked_block(sizes: object) -> SharedBlock:
 
 
 def _refuse(what: str, method: str | None = None) -> NoReturn:
-    way = _WAYS.get(method, _FROM_BF16)
+    way = _WAYS.get(method, "take the bfloat16 model that it was made from")
     raise UserError(
         f"config.json: quantization_config has {what}, which mjax does not read (only fp8, mxfp4, "
         f"and compressed-tensors of 8-bit floats); {way}"

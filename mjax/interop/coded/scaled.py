@@ -29,28 +29,15 @@ _FLOATS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 
 
 @dataclass(frozen=True)
-class ScaledTensor:
-    """An fp32 tensor [..., out, in] that codes and scales stand for; read like `Tensor`.
+class ScaledTensor(Tensor):
+    """Codes [..., out, in] and their scales; read like an fp32 `Tensor`.
 
     block: the rows and columns that share a scale.
     """
 
-    codes: Tensor
     scales: Tensor
     block: tuple[int, int]
     dtype = np.dtype(np.float32)
-
-    @property
-    def name(self) -> str:
-        return self.codes.name
-
-    @property
-    def file(self) -> Path:
-        return self.codes.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
 
     def whole(self) -> np.ndarray:
         """The tensor in bfloat16."""
@@ -70,7 +57,7 @@ class ScaledTensor:
         across = np.arange(cols.start, cols.stop) // self.block[1]
         parts = slice(down[0], down[-1] + 1), slice(across[0], across[-1] + 1)
         scales = self._read_scales(-(-inner // self.block[1]), *parts)
-        codes = self.codes.read_bytes(file, 1, first, width, rows, cols)
+        codes = self.read_bytes(file, 1, first, width, rows, cols)
         values = _FLOATS.take(codes)
         values *= scales[:, across - across[0]][down - down[0]]
         if not np.isfinite(values).all():
@@ -90,7 +77,7 @@ class ScaledTensor:
         return raw.view(dtype).astype(np.float32)
 
 
-Stored = Tensor | mxfp4.PackedTensor | ScaledTensor
+Stored = Tensor | mxfp4.PackedTensor
 
 
 def open_weights(folder: str | Path) -> dict[str, Stored]:
@@ -110,8 +97,7 @@ def open_weights(folder: str | Path) -> dict[str, Stored]:
                 f"{tensors[name].file}: tensor {name} has 8 bits and lacks its "
                 f"{name}{_SUFFIXES[0]} or {name}{_SUFFIXES[1]}; copy the folder again"
             )
-    served = [name for name in tensors if is_coded and name.endswith(_OF_SERVERS)]
-    return {name: tensor for name, tensor in tensors.items() if name not in served}
+    return {n: t for n, t in tensors.items() if not (is_coded and n.endswith(_OF_SERVERS))}
 
 
 def _scaled(codes: Tensor, scales: Tensor, blocks: tuple[SharedBlock, ...]) -> ScaledTensor:
@@ -131,4 +117,4 @@ def _scaled(codes: Tensor, scales: Tensor, blocks: tuple[SharedBlock, ...]) -> S
             f"{scales.shape} in {scales.name}, but its config.json has {told}; is it that of "
             "another model?"
         )
-    return ScaledTensor(codes, scales, fits.pop())
+    return ScaledTensor(**vars(codes), scales=scales, block=fits.pop())

@@ -14,8 +14,7 @@ Embeddings, norms, biases, router and head stay bfloat16; activations are quanti
 """
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,8 +32,7 @@ WEIGHT = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = np.dtype(np.float32)
 REST = np.dtype(ml_dtypes.bfloat16)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(WEIGHT).max)  # 448
-BLOCK_SIDE = 128  # of a block
-LEAST_MAXIMUM = 1e-12  # of a block's largest number: a scale below is no number to some kernels
+BLOCK_SIDE = 128
 # What servers multiply in 8 bits by blocks; they read other projections in bfloat16.
 _BY_BLOCKS = re.compile(r"(^|\.)(self_attn|mlp)\.")
 
@@ -45,18 +43,13 @@ Shape = tuple[int, ...]
 class CodedLayout:
     """How matrices are stored in 8 bits.
 
-    suffix: how the names of scales end. block: the rows and columns that share one; None: all
-    columns. quantize: (matrix, its name) -> (codes, scales).
+    suffix: how the names of scales end. scales_of: the shape of a matrix -> that of its scales.
+    quantize: (matrix, its name) -> (codes, scales).
     """
 
     suffix: str
-    block: tuple[int, int | None]
+    scales_of: Callable[[Shape], Shape]
     quantize: Callable[[np.ndarray, str], tuple[np.ndarray, np.ndarray]]
-
-    def scales_of(self, shape: Shape) -> Shape:
-        """The shape of the scales of a matrix."""
-        rows, columns = self.block
-        return -(-shape[0] // rows), -(-shape[1] // (columns or shape[1]))
 
 
 def quantization_config(
@@ -109,34 +102,22 @@ def is_linear(spec: ParamSpec, dtype: str) -> bool:
     return spec.role == "matrix" and bool(known)
 
 
-def _plain_modules(slots: SlotsByPath, specs: Mapping) -> Iterator[str]:
+def _plain_modules(slots: SlotsByPath, specs: Mapping) -> list[str]:
     """The modules whose matrices stay in bfloat16 among blocks.
 
     Raises `UserError` where experts are stacked in one tensor.
     """
-    odd = []
+    plain = []
     for path, places in slots.items():
-        spec = specs[path]
-        linear = is_linear(spec, "float8_block")
-        for slot in places:
-            if linear and slot.lead:
-                raise UserError(
-                    f"--dtype float8_block: {slot.tensor} stacks experts in one tensor, which no "
-                    "reader is known to take in 8 bits; export the model as bfloat16"
-                )
-            sides = [np.prod([spec.shape[a] for a in axes], dtype=int) for axes in slot.dims]
-            is_whole = spec.matmul == "kv_a"  # which vLLM does not split
-            if linear and not is_whole and any(side % BLOCK_SIDE for side in sides):
-                odd.append(slot.tensor)
-            is_matrix = len(slot.dims) > 1 and spec.role != "embedding"
-            if is_matrix and not linear:
-                yield slot.tensor.removesuffix(".weight")
-    if odd:
-        print(
-            f"mjax: {len(odd)} matrices, the first {odd[0]}, have sides that are no multiples of "
-            f"{BLOCK_SIDE}: vLLM refuses such where it merges or splits them",
-            file=sys.stderr,
-        )
+        linear = is_linear(specs[path], "float8_block")
+        if linear and places[0].lead:
+            raise UserError(
+                f"--dtype float8_block: {places[0].tensor} stacks experts in one tensor, which no "
+                "reader is known to take in 8 bits; export the model as bfloat16"
+            )
+        if not linear and specs[path].role != "embedding" and len(places[0].dims) > 1:
+            plain += [slot.tensor.removesuffix(".weight") for slot in places]
+    return plain
 
 
 def quantized(
@@ -201,7 +182,8 @@ def _block_scales(part: np.ndarray, name: str) -> np.ndarray:
     starts = np.arange(0, part.shape[1], BLOCK_SIDE)
     largest = np.maximum.reduceat(np.abs(part).max(0), starts)
     _require_finite(largest, name)
-    scales = np.maximum(largest, SCALE.type(LEAST_MAXIMUM)) / SCALE.type(LARGEST_FLOAT8)
+    # Some kernels make NaN of smaller scales (of experts that saw no token).
+    scales = np.maximum(largest, SCALE.type(1e-12)) / SCALE.type(LARGEST_FLOAT8)
     mantissa, exponent = np.frexp(scales)
     powers = np.ldexp(SCALE.type(1), exponent - (mantissa == 0.5))
     wide = _of_columns(powers, part)
@@ -211,6 +193,10 @@ def _block_scales(part: np.ndarray, name: str) -> np.ndarray:
         if not exact.any():
             return scales
     return np.where(exact, powers, scales)
+
+
+def _blocks_of(shape: Shape) -> Shape:
+    return tuple(-(-side // BLOCK_SIDE) for side in shape)
 
 
 def _of_columns(scales: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -223,6 +209,6 @@ def _require_finite(largest: np.ndarray, name: str) -> None:
 
 
 CODED_LAYOUTS = {
-    "float8": CodedLayout("_scale", (1, None), quantize_rows),
-    "float8_block": CodedLayout("_scale_inv", (BLOCK_SIDE, BLOCK_SIDE), quantize_blocks),
+    "float8": CodedLayout("_scale", lambda shape: (shape[0], 1), quantize_rows),
+    "float8_block": CodedLayout("_scale_inv", _blocks_of, quantize_blocks),
 }

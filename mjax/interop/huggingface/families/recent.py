@@ -9,30 +9,10 @@ from dataclasses import replace
 from mjax.config.languages.layer_pattern import expand, pattern_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.deepseek import (
-    SHARED_EXPERTS,
-    dense_first,
-    latent_attention_part,
-    routed_experts_mistral,
-)
+from mjax.interop.huggingface.families import deepseek, parts
 from mjax.interop.huggingface.families.family import Family
 from mjax.interop.huggingface.families.hybrids import MULTIPLIERS, STACKED
-from mjax.interop.huggingface.families.parts import (
-    BALANCE,
-    Part,
-    activation,
-    alike,
-    biases,
-    ignored,
-    layer_types,
-    of_kind,
-    one_window,
-    only,
-    required,
-    same,
-    shape,
-    take,
-)
+from mjax.interop.huggingface.families.parts import Part, alike, only, take
 from mjax.interop.huggingface.families.rope import rope, sizes_with_rope
 from mjax.models.moe.expert import GPT_OSS_SHARPNESS
 
@@ -62,7 +42,7 @@ _ROPE = {  # where a config.json has none
 
 def gpt_oss() -> Part:
     """Experts, whose width stands as intermediate_size, and biases. Reads before `shape`."""
-    keys = same(_KEYS, _DEFAULTS)
+    keys = parts.same(_KEYS, _DEFAULTS)
 
     def read(config: dict) -> dict:
         only(config, "swiglu_alpha", GPT_OSS_SHARPNESS)
@@ -72,7 +52,7 @@ def gpt_oss() -> Part:
             config["rope_scaling"] = dict(_ROPE)
         has_bias = take(config, "attention_bias", True)
         return keys.read(config) | {
-            **BALANCE,
+            **parts.BALANCE,
             "moe.moe_intermediate_size": config["intermediate_size"],
             "attention.attention_bias": has_bias,
             "attention.attention_out_bias": has_bias,
@@ -90,18 +70,10 @@ def gpt_oss() -> Part:
 # ---- Granite -----------------------------------------------------------------------------------
 
 
-def _all_but_first_of_four(config: dict, layers: int) -> list[bool]:
-    return [i % 4 != 0 for i in range(layers)]
-
-
-def _unturned(kind: str, theta: float) -> str:
-    words = {"full+mlp": "nope+mlp", "window+mlp": "nope_window+mlp"}
-    return kind if theta else words[kind]
-
-
 def _thetas_of_layers() -> Part:
     """Granite's `layer_rope_theta`: a base for full and one for windowed layers, or 0, for none."""
-    kinds, positions = layer_types(_all_but_first_of_four), rope()
+    kinds = parts.layer_types(lambda config, layers: [i % 4 != 0 for i in range(layers)])
+    positions, unturned = rope(), {"full+mlp": "nope+mlp", "window+mlp": "nope_window+mlp"}
 
     def read(config: dict) -> dict:
         fields = kinds.read(config) | positions.read(config)
@@ -109,7 +81,7 @@ def _thetas_of_layers() -> Part:
         if thetas is None:
             return fields
         plain = expand(fields["layer_pattern"], len(thetas))
-        made = [_unturned(kind, theta) for kind, theta in zip(plain, thetas, strict=True)]
+        made = [k if theta else unturned[k] for k, theta in zip(plain, thetas, strict=True)]
         of = {kind: {t for k, t in zip(made, thetas, strict=True) if k == kind} for kind in made}
         full, local = (of.get(kind, set()) for kind in ("full+mlp", "window+mlp"))
         scaled = fields["rope.rope_scaling"] is not None and local - full
@@ -233,12 +205,12 @@ _HUNYUAN = Family.of(
     "HunYuanDenseV1ForCausalLM",
     _stretched_base(),
     *sizes_with_rope(rms_norm_eps=1e-5),
-    biases(),
-    required(norm_type="rms", use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True),
-    required(add_classification_head=False),
-    ignored("attention_head_dim", "cla_share_factor", "class_num", "dense_list"),
-    ignored("mask_init_id", "org_vocab_size", "pad_id", "pool_type"),
-    ignored(*(f"{of}_id" for of in _MARKS)),
+    parts.biases(),
+    parts.required(norm_type="rms", use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True),
+    parts.required(add_classification_head=False),
+    parts.ignored("attention_head_dim", "cla_share_factor", "class_num", "dense_list"),
+    parts.ignored("mask_init_id", "org_vocab_size", "pad_id", "pool_type"),
+    parts.ignored(*(f"{of}_id" for of in _MARKS)),
     fixed=_AFTER_ROPE,
     rename=((".q_norm", ".query_layernorm"), (".k_norm", ".key_layernorm")),
 )
@@ -247,9 +219,9 @@ RECENT: dict[str, Family] = {
     "granite_swa": Family.of(
         "GraniteSWAForCausalLM",
         _thetas_of_layers(),
-        shape(rms_norm_eps=1e-5, tie_word_embeddings=True),
-        biases(mlp=True),
-        same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
+        parts.shape(rms_norm_eps=1e-5, tie_word_embeddings=True),
+        parts.biases(mlp=True),
+        parts.same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
         fixed={"attention.attention_sinks": True},
         left_out={"num_key_value_heads": 4, "sliding_window": 128},
     ),
@@ -259,9 +231,9 @@ RECENT: dict[str, Family] = {
         architecture="HunYuanMoEV1ForCausalLM",
         parts=(
             _hunyuan_experts(),
-            required(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, use_mla=False),
-            required(moe_drop_tokens=False, moe_random_routing_dropped_token=False),
-            required(norm_topk_prob=True, routed_scaling_factor=1.0),
+            parts.required(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, use_mla=False),
+            parts.required(moe_drop_tokens=False, moe_random_routing_dropped_token=False),
+            parts.required(norm_topk_prob=True, routed_scaling_factor=1.0),
             *_HUNYUAN.parts,
         ),
         rename=(
@@ -273,22 +245,22 @@ RECENT: dict[str, Family] = {
     "ministral3": Family.of(
         "Ministral3ForCausalLM",
         _says_rope(),
-        one_window(),
+        parts.one_window(),
         *sizes_with_rope(1e6, rms_norm_eps=1e-5, head_dim=128),
         left_out={"num_key_value_heads": 8},
     ),
     "mistral4": Family.of(
         "Mistral4ForCausalLM",
-        dense_first(of_kind("mla+mlp")),
+        deepseek.dense_first(parts.of_kind("mla+mlp")),
         _turned_share(),
-        latent_attention_part(),
-        routed_experts_mistral(),
-        shape(),
-        biases(False),
+        deepseek.latent_attention_part(),
+        deepseek.routed_experts_mistral(),
+        parts.shape(),
+        parts.biases(False),
         rename=(
             ("experts.gate_up_proj.weight", "experts.gate_up_proj"),
             ("experts.down_proj.weight", "experts.down_proj"),
-            *SHARED_EXPERTS,
+            *deepseek.SHARED_EXPERTS,
         ),
         fused={"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")},
         layouts=STACKED,
@@ -296,10 +268,10 @@ RECENT: dict[str, Family] = {
     ),
     "nanochat": Family.of(
         "NanoChatForCausalLM",
-        shape(activation("hidden_act", default="relu2")),
+        parts.shape(parts.activation("hidden_act", default="relu2")),
         rope(),
-        biases(),
-        same(alike("final_logit_softcapping"), {"final_logit_softcapping": 15.0}),
+        parts.biases(),
+        parts.same(alike("final_logit_softcapping"), {"final_logit_softcapping": 15.0}),
         fixed=_AFTER_ROPE
         | {"norm_gain": False, "bert.embedding_norm": True, "mlp_gated": False}
         | {"rope.rope_reversed": True},
