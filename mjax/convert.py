@@ -1,7 +1,7 @@
 """`python -m mjax.convert COMMAND`: weights, configs and adapters in and out of mjax.
 
     python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
-    python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8: for vLLM
+    python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8_block: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
     python -m mjax.convert merge BASE ADAPTER OUT              # of a run, or a folder of PEFT
@@ -25,6 +25,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error, program, run_cli
 from mjax.json_file import read_json
 
+_NARROW = ["float16", "float8", "float8_block"]
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
 
 
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
-        kinds = ["float32", "bfloat16", *(["float16", "float8"] if one is out else [])]
+        kinds = ["float32", "bfloat16", *(_NARROW if one is out else [])]
         one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
@@ -105,8 +106,8 @@ def _export(args: argparse.Namespace) -> int:
 
     if not 0 < args.max_shard_gb < math.inf:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")
-    if args.verify and args.dtype == "float8":
-        raise UserError("--verify has a bound for exact weights; leave it out with --dtype float8")
+    if args.verify and args.dtype.startswith("float8"):
+        raise UserError("--verify has a bound for exact weights; leave it out with float8")
     source = source_of(args.ckpt)
     source.check()
     cfg, specs = source.cfg, definition_of(source.cfg).specs
@@ -192,9 +193,12 @@ def side_files(
     of the one that was imported, and all that lay beside its weights. `unread` as in `Source`."""
     from mjax.checkpoint.base.companion_files import UNREAD, read_side_files, tokenizer_dir
     from mjax.checkpoint.base.safetensors import pack
+    from mjax.checkpoint.base.source import flat
     from mjax.interop.huggingface.config_words import around_text, in_words_of
-    from mjax.interop.huggingface.families.engine import config_to_hf
+    from mjax.interop.huggingface.families.engine import config_to_hf, slots
     from mjax.interop.huggingface.float8 import quantization_config
+    from mjax.interop.huggingface.names import in_form
+    from mjax.models import definition_of
 
     tokenizer = tokenizer_dir(ckpt)
     found = read_side_files(ckpt) | (unread or {})
@@ -203,10 +207,11 @@ def side_files(
     kept, form = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
     if kept or form:
         found[UNREAD] = pack(kept, form)
-    if dtype == "float8":
-        config["quantization_config"], dtype = quantization_config(cfg), "bfloat16"
-        linear = [name.removesuffix(".weight") for name, t in kept.items() if t.ndim == 2]
-        config["quantization_config"]["ignore"] += linear
+    if dtype.startswith("float8"):
+        specs, linear = definition_of(cfg).specs, [name for name, t in kept.items() if t.ndim == 2]
+        places = in_form(slots(cfg, specs), form)
+        layout = quantization_config(cfg, places, flat(specs), dtype, linear)
+        config["quantization_config"], dtype = layout, "bfloat16"
     said = around_text if "prefixes" in form else in_words_of
     config = said(old, config, dtype)
     words = json.dumps(config).encode() + found.get("generation_config.json", b"")

@@ -6,13 +6,13 @@ which they name, with the adapters merged.
 
 from pathlib import Path
 
-from mjax.checkpoint.base.safetensors import open_folder
 from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_weights
 from mjax.config.languages.paths import require_files
 from mjax.errors import UserError
 from mjax.interop.adapted_source import adapted_source, base_of_run, has_adapters, named_base
+from mjax.interop.coded.scaled import open_weights
 from mjax.interop.huggingface.families.engine import config_of_folder, slots
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.files import hf_source
@@ -35,7 +35,7 @@ def source_of(path: str | Path, predictions: int | None = None) -> Source:
         return adapted_source(path, base)
     if (path / "config.json").is_file():
         cfg = config_of_folder(read_json(path / "config.json"))
-        tensors = open_folder(path)
+        tensors = open_weights(path)
         family = FAMILIES[cfg.model_type]
         cfg = family.mend(cfg, tensors)
         wanted = cfg.num_nextn_predict_layers if predictions is None else predictions

@@ -11,7 +11,11 @@ from safetensors.numpy import load_file
 
 from mjax.convert import main as convert
 from mjax.interop.huggingface.families.decoders import DECODERS
+from mjax.interop.huggingface.families.recent import RECENT
 from tests.oracle import nas
+
+# It has no class for text alone there: published files have images, too.
+transformers.AutoModelForCausalLM._model_mapping._model_mapping["mistral4"] = "Mistral4ForCausalLM"
 
 # heads * head_dim differs from hidden_size, one kv head where legal, an odd vocabulary.
 _BASE = dict(
@@ -375,15 +379,34 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
     "olmo": ("Olmo", _NO_HEAD_DIM),
     "hunyuan_v1_dense": ("HunYuanDenseV1", _BASE | dict(rope_parameters=_ALPHA)),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        _BASE | dict(rope_parameters=_ALPHA, num_experts=8, moe_topk=3, hidden_size=40),
+    ),
+    "granite_swa": (
+        "GraniteSWA",
+        _NO_HEAD_DIM
+        | dict(num_hidden_layers=6, sliding_window=9, embedding_multiplier=3.0)
+        | dict(attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=4.0)
+        | dict(layer_rope_theta=[0, 100.0, 0, 100.0, 5000.0, 100.0]),
+    ),
+    "mistral4": (
+        "Mistral4",
+        _LATENT
+        | _ROUTED
+        | dict(q_lora_rank=18, n_group=4, topk_group=2, n_shared_experts=1)
+        | dict(rope_parameters=_YARN | dict(llama_4_scaling_beta=0.3)),
+    ),
+    "nanochat": ("NanoChat", _NO_HEAD_DIM),
     "nemotron_nas": (
         "DeciLM",
         _NO_HEAD_DIM | dict(num_hidden_layers=len(nas.BLOCKS), block_configs=nas.BLOCKS),
     ),
 }
 
-# Of the rows in `families/decoders.py`, those that run by default: one for each part of models.
-_BY_DEFAULT = ("glm4", "gpt_neox", "phi", "ministral3")
-_OF_DECODERS = [name for name in MODELS if name.partition("_full")[0] in DECODERS]
+# Of the rows in `decoders.py` and `recent.py`, those that run by default: one a part of models.
+_BY_DEFAULT = ("glm4", "gpt_neox", "phi", "ministral3", "nanochat")
+_OF_DECODERS = [name for name in MODELS if name.partition("_full")[0] in DECODERS | RECENT]
 _OF_DECODERS += ["qwen3_5", "phi_qk_norm", "gpt_neox_sequential", "stablelm_parallel"]
 LATER = frozenset(_OF_DECODERS) - set(_BY_DEFAULT)
 

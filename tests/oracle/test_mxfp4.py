@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.interop.huggingface.mxfp4 import pairs_of_codes
+from mjax.interop.coded.mxfp4 import pairs_of_codes
 from mjax.interop.pretrained import from_pretrained
 from mjax.sharding.mesh import make_mesh
 

@@ -111,6 +111,7 @@ BRANCHES: dict[str, Branch] = {
     "full": Branch(**_ROTATED, letter="G"),
     "window": Branch(**_ROTATED, letter="L", windowed=True),
     "nope": Branch(**_ATTENTION, letter="N"),
+    "nope_window": Branch(**_ATTENTION, windowed=True),
     "bidirectional": Branch(**_BOTH_WAYS, letter="B", stream=ENCODER),
     "bidirectional_window": Branch(**_BOTH_WAYS, letter="W", windowed=True),
     "bidirectional_unnormed": Branch(

@@ -145,6 +145,8 @@ class RopeConfig(Group):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     rope_interleave: bool = False
     """Pairs are channels 2i and 2i + 1 of a head (GLM, Cohere), as in MLA, not i and i + R/2."""
+    rope_reversed: bool = False
+    """Pairs turn the other way (nanochat)."""
 
 
 class MoeConfig(Group):

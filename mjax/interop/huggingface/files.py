@@ -22,7 +22,6 @@ from mjax.checkpoint.base.companion_files import UNREAD, write_files
 from mjax.checkpoint.base.safetensors import (
     INDEX,
     Tensor,
-    open_folder,
     pack,
     require_fp16_range,
     said_in,
@@ -34,7 +33,8 @@ from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
-from mjax.interop.huggingface import float8, mxfp4
+from mjax.interop.coded.scaled import open_weights
+from mjax.interop.huggingface import float8
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath
 from mjax.interop.huggingface.names import (
     NamesInFile,
@@ -42,6 +42,7 @@ from mjax.interop.huggingface.names import (
     in_form,
     names_in,
     require_repeats,
+    turned,
 )
 from mjax.sharding.spec import ParamSpec
 
@@ -71,9 +72,9 @@ def hf_source(
     `has_more`: the folder may hold tensors that have no place. `exported`: the slots of an export,
     where its names are not those of the folder.
     """
-    tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
+    tensors, of = open_weights(folder), real_specs(cfg, specs)
     found = names_in(cfg, slots, tensors)
-    slots = mxfp4.turned(found.slots, tensors)
+    slots = turned(found.slots, tensors)
     by_batch: dict[Leaf, dict[tuple, dict]] = {path: {} for path in slots}
     for path, places in slots.items():
         for slot in places:
@@ -375,7 +376,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder: safetensors, their index if they are several, and `extras`.
 
-    `read(path, index)` as in `Source`; `dtype` may be "float8" (interop/huggingface/float8.py).
+    `read(path, index)` as in `Source`; `dtype` may be one of `float8.CODED_LAYOUTS`.
     Raises `UserError` where `folder` already holds something.
     """
     extras = dict(extras or {})
@@ -398,9 +399,9 @@ def export(
         require_fp16_range(out, name)
         return out
 
-    if dtype == "float8":
-        linear = {name for name, found in pieces.items() if of[found[0][0]].role == "matrix"}
-        tensors, parts = float8.quantized(shapes, linear, tensor)
+    if dtype in float8.CODED_LAYOUTS:
+        linear = {n for n, found in pieces.items() if float8.is_linear(of[found[0][0]], dtype)}
+        tensors, parts = float8.quantized(shapes, linear, tensor, float8.CODED_LAYOUTS[dtype])
     else:
         dtypes = {name: of[found[0][0]].dtype(dtype) for name, found in pieces.items()}
         tensors = {name: (shape, dtypes[name]) for name, shape in shapes.items()}

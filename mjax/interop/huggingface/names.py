@@ -17,6 +17,7 @@ import numpy as np
 from mjax.checkpoint.base.safetensors import Tensor
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
+from mjax.interop.coded.mxfp4 import PackedTensor
 from mjax.interop.huggingface.families.bert import with_old_names
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed, expert_apart
 
@@ -115,6 +116,17 @@ def _repeats_in_file(
         if name in names and name not in read and of is not None:
             repeats[name] = of
     return repeats
+
+
+def turned(slots: SlotsByPath, tensors: Mapping[str, object]) -> SlotsByPath:
+    """The slots of a checkpoint in bfloat16, for one whose packed tensors are [..., out, in]."""
+
+    def turn(slot: Slot) -> Slot:
+        if isinstance(tensors.get(slot.tensor), PackedTensor):
+            return replace(slot, dims=slot.dims[::-1], axis=1 - slot.axis)
+        return slot
+
+    return changed(slots, turn)
 
 
 def heads_apart(found: NamesInFile, tensors: Mapping[str, Tensor], cfg: ModelConfig) -> bool:

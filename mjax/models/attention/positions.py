@@ -90,7 +90,7 @@ def rope_tables(
     if scaling is not None and scaling.rope_type == "longrope":
         freq = longrope(freq, scaling, positions_BS, parallel)
     positions = positions_BS[..., None, None].astype(jnp.float32)
-    angles = positions * freq
+    angles = positions * (-freq if cfg.rope.rope_reversed else freq)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

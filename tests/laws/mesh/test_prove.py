@@ -73,12 +73,14 @@ YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8, "
 NORMED_LATE = ["model.attention.qk_norm=true", "model.attention.qk_norm_after_rope=true"]
 NORMED_LATE += [f"model.rope.rope_scaling={YARN} llama_4_scaling_beta: 0.3}}"]
 NORMED_LATE += ["model.norm_gain=false", "model.norm=layernorm", "model.norm_bias=false"]
+NORMED_LATE += ["model.rope.rope_reversed=true", "model.bert.embedding_norm=true"]
+NORMED_LATE += ["model.layer_pattern=full+mlp, nope_window+mlp", "model.attention.sliding_window=9"]
 
 
 @slow
 @pytest.mark.parametrize("keys", [SIDE_BY_SIDE, NORMED_LATE])
 def test_parts_of_some_families_are_equal_on_a_mesh(keys):
-    """GPT-NeoX's and Phi's, GLM's; OLMo's, Hunyuan's, and Ministral 3's temperature."""
+    """GPT-NeoX's and Phi's, GLM's; OLMo's, Hunyuan's, nanochat's, Granite's, and Ministral 3's."""
     where = Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")
     record = compare("dense", where, *keys, steps=3)
     assert holds(record), record

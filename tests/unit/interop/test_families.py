@@ -379,7 +379,7 @@ TINY = llama(64, 128, 2, 8)
 REFUSED = {
     "other quantization": (
         GPT_OSS_20B | dict(quantization_config=dict(quant_method="awq")),
-        "quantization_config has quant_method='awq', which is not supported (only 'mxfp4')",
+        "quantization_config has quant_method='awq', which mjax does not read (only fp8, mxfp4,",
     ),
     "sharper gate": (GPT_OSS_20B | dict(swiglu_alpha=2.0), "swiglu_alpha=2.0 is not supported"),
     "model_type": (dict(model_type="mamba"), "model_type='mamba' is not supported; known: llama"),
@@ -542,7 +542,7 @@ TWICE = {
         dict(model_type="gemma", rope_scaling=None, hidden_act="gelu", hidden_activation="gelu"),
         "hidden_activation='gelu' is not supported (only 'gelu_pytorch_tanh')",
     ),
-    "quantized": (dict(quantization_config=dict(bits=4)), "quantized weights are not supported"),
+    "quantized": (dict(quantization_config=dict(bits=4)), "quant_method=None, which mjax does not"),
     "turned otherwise": (dict(rope_interleaved=True), "rope_interleaved=True is not supported"),
     "biased head": (dict(lm_head_bias=True), "lm_head_bias=True is not supported (only False)"),
 }

@@ -32,7 +32,6 @@ MIXTRAL_RENAMES = (
     (".up_proj.", ".w3."),
     (".down_proj.", ".w2."),
 )
-_MARKS = ("im_start", "im_end", "im_newline", "text_start", "text_end")  # Hunyuan's tokens
 _MINIMAX_BETAS = ("full_attention", "linear_attention", "mlp")
 _QK_NORM = {"attention.qk_norm": True}
 _QK_NORM_ALL = _QK_NORM | {"attention.qk_norm_all_heads": True}
@@ -136,34 +135,6 @@ def _ernie_experts() -> Part:
         return keys.write(cfg) | bounds | {"moe_num_shared_experts": shared}
 
     return Part(read, write)
-
-
-def _stretched_base() -> Part:
-    """Hunyuan's "dynamic" scaling, whose alpha makes the base of RoPE larger. Reads first."""
-
-    def read(config: dict) -> dict:
-        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        said = config.get(name) or {}
-        if "dynamic" not in (said.get("rope_type"), said.get("type")) or not said.get("alpha"):
-            return {}
-        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        theta = said.get("rope_theta") or config.get("rope_theta") or 10000.0
-        config[name] = None
-        config["rope_theta"] = theta * said["alpha"] ** (head / (head - 2))
-        return {}
-
-    return Part(read, lambda cfg: {})
-
-
-def _says_rope() -> Part:
-    """Ministral 3, whose class takes YaRN where a config.json says nothing. Reads first."""
-
-    def read(config: dict) -> dict:
-        if not (config.get("rope_parameters") or config.get("rope_scaling")):
-            raise UserError("config.json lacks 'rope_parameters', which its model_type needs")
-        return {}
-
-    return Part(read, lambda cfg: {})
 
 
 def _qkv_of_heads(cfg: ModelConfig, name: str) -> str:
@@ -443,31 +414,11 @@ DECODERS: dict[str, Family] = {
         fixed=_LAYERNORM,
         left_out={"num_key_value_heads": 32},
     ),
-    "ministral3": Family.of(
-        "Ministral3ForCausalLM",
-        _says_rope(),
-        parts.one_window(),
-        *sizes_with_rope(1e6, rms_norm_eps=1e-5, head_dim=128),
-        left_out={"num_key_value_heads": 8},
-    ),
     "olmo": Family.of(
         "OlmoForCausalLM",
         parts.required(rms_norm_eps=1e-5),
         *sizes_with_rope(rms_norm_eps=1e-5),
         parts.biases(),
         fixed=_LAYERNORM | {"norm_bias": False, "norm_gain": False},
-    ),
-    "hunyuan_v1_dense": Family.of(
-        "HunYuanDenseV1ForCausalLM",
-        _stretched_base(),
-        *sizes_with_rope(rms_norm_eps=1e-5),
-        parts.biases(),
-        parts.required(norm_type="rms", use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True),
-        parts.required(add_classification_head=False),
-        parts.ignored("attention_head_dim", "cla_share_factor", "class_num", "dense_list"),
-        parts.ignored("mask_init_id", "org_vocab_size", "pad_id", "pool_type"),
-        parts.ignored(*(f"{of}_id" for of in _MARKS)),
-        fixed=_QK_NORM | {"attention.qk_norm_after_rope": True},
-        rename=((".q_norm", ".query_layernorm"), (".k_norm", ".key_layernorm")),
     ),
 }

@@ -138,8 +138,9 @@ def latent_attention_part() -> Part:
         sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
         sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
         turned = sizes["qk_rope_head_dim"]
-        only(config, "qk_head_dim", sizes["qk_nope_head_dim"] + turned)
-        only(config, "head_dim", turned)
+        head = sizes["qk_nope_head_dim"] + turned
+        only(config, "qk_head_dim", head)
+        only(config, "head_dim", turned, head)
         only(config, "num_key_value_heads", config["num_attention_heads"])
         only(config, "rope_interleave", True)
         return {f"mla.{key}": size for key, size in sizes.items()}
@@ -190,6 +191,15 @@ def routed_experts_v3(factor: float = 2.5) -> Part:
         return named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
 
     return _routed_experts(Part(read, write), factor)
+
+
+def routed_experts_mistral() -> Part:
+    """Mistral 4's experts: softmax scores, a group as good as its two best."""
+
+    def read(config: dict) -> dict:
+        return {"moe.norm_topk_prob": take(config, "norm_topk_prob", True)}
+
+    return _routed_experts(Part(read, lambda cfg: {"norm_topk_prob": cfg.moe.norm_topk_prob}), 1.0)
 
 
 def _routed_experts(routing: Part, factor: float) -> Part:

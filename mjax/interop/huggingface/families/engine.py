@@ -19,7 +19,9 @@ from mjax.config.languages.layer_pattern import stack_of
 from mjax.config.schema.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, reason
+from mjax.interop.coded import quantization
 from mjax.interop.huggingface.families.family import Family, Slot, SlotsByPath
+from mjax.interop.huggingface.families.parts import say_unused
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.families.unread_keys import require_known, text_of
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
@@ -52,7 +54,10 @@ def config_from_hf(config: dict) -> ModelConfig:
 
 
 def _model_of(config: dict) -> ModelConfig:
-    config = text_of(config)
+    quantization.weight_blocks(config)  # refuses codes that are not read
+    if quantization.has_static_scales(config):
+        say_unused("quantization_config has static scales, which are for servers: not used")
+    config = {k: v for k, v in text_of(config).items() if k not in quantization.KEYS_OF_CODES}
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(

@@ -27,7 +27,6 @@ from mjax.interop.huggingface.families.family import (
     interleaved,
     vector,
 )
-from mjax.interop.huggingface.families.gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.interop.huggingface.families.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.interop.huggingface.families.nas import block_configs, norm_names
 from mjax.interop.huggingface.families.parts import (
@@ -53,6 +52,7 @@ from mjax.interop.huggingface.families.parts import (
     two_dropouts,
     window_of_all,
 )
+from mjax.interop.huggingface.families.recent import GPT_OSS_RENAMES, RECENT, gpt_oss
 from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
 from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
@@ -298,6 +298,7 @@ FAMILIES: dict[str, Family] = {
         name_of=norm_names,
     ),
     **DECODERS,
+    **RECENT,
     **HYBRIDS,
     **ENCODERS,
     **T5,

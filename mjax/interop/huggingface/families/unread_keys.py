@@ -91,12 +91,6 @@ FOREIGN = _ANY | _ONE.keys()
 
 def require_known(rest: dict, family: str) -> None:
     """Raise `UserError` for a key that nobody has read, unless it cannot change the numbers."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if rest.get(key):
-            raise UserError(
-                f"config.json: {key}: quantized weights are not supported for model_type "
-                f"{family!r}; take or save them in bfloat16"
-            )
     if rest.get("layer_types") and set(rest["layer_types"]) == {"full_attention"}:
         del rest["layer_types"]  # what such a family has
     taken = sorted(key for key in FOREIGN if rest.get(key) is not None)

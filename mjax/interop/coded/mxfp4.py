@@ -2,14 +2,14 @@
 
 `X_blocks` uint8 [..., out, in / 32, 16] has two numbers a byte, the lower half first; `X_scales`
 uint8 [..., out, in / 32] is an exponent of 2, plus 127. Together they stand for a tensor X. A
-checkpoint in bfloat16 has it as [..., in, out], so its slots are turned round here. Invariant:
+checkpoint in bfloat16 has it as [..., in, out], so slots are turned round (`names.py`). Invariant:
 values are those of transformers' dequantization, bit for bit; every product is exact in bfloat16.
 Format: OCP Microscaling Formats (MX) 1.0, E2M1 numbers with E8M0 scales.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from mjax.checkpoint.base.safetensors import Tensor
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed
 
 GROUP = 32  # numbers that share a scale
 _PACKED = 2  # numbers in a byte
@@ -98,14 +97,3 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | PackedTensor]:
             )
         found[whole] = PackedTensor(whole, blocks, scales)
     return found
-
-
-def turned(slots: SlotsByPath, tensors: Mapping[str, Tensor | PackedTensor]) -> SlotsByPath:
-    """The slots of a checkpoint in bfloat16, for one whose packed tensors are [..., out, in]."""
-
-    def turn(slot: Slot) -> Slot:
-        if isinstance(tensors.get(slot.tensor), PackedTensor):
-            return replace(slot, dims=slot.dims[::-1], axis=1 - slot.axis)
-        return slot
-
-    return changed(slots, turn)
