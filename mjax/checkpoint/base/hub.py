@@ -42,10 +42,16 @@ class HubName(NamedTuple):
 
 def hub_name(path: str | Path | None) -> HubName | None:
     """The model of the hub that a string means; None for a path. A `Path` is never a name."""
-    match = _NAME.fullmatch(path) if isinstance(path, str) else None
-    if match is None or Path(path).exists() or Path(match[1]).exists():
+    name = parse_hub_name(path) if isinstance(path, str) else None
+    if name is None or Path(path).exists() or Path(name.repo).exists():
         return None
-    return HubName(match[1], match[2] or "main")
+    return name
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """The name that a text is, whatever is on disk; None if it has not that form."""
+    match = _NAME.fullmatch(text)
+    return None if match is None else HubName(match[1], match[2] or "main")
 
 
 def model_folder(path: str | Path, weights: bool = False) -> Path:
@@ -106,7 +112,10 @@ def _fetch_weights(name: HubName, folder: Path) -> None:
 
 
 def _download(name: HubName, revision: str, patterns: list[str], is_cached: bool) -> Path:
-    found = import_hub().snapshot_download(
+    hub = import_hub()
+    if not sys.stderr.isatty():  # a log has no bars
+        hub.utils.disable_progress_bars()
+    found = hub.snapshot_download(
         name.repo,
         revision=revision,
         allow_patterns=patterns,
@@ -122,8 +131,9 @@ def import_hub() -> ModuleType:
     """The package huggingface_hub. Raises `UserError` where it is missing."""
     wrong = "a model of the Hugging Face hub needs huggingface_hub: pip install 'mjax[hub]'"
     with or_user_error(wrong, ImportError):
-        import huggingface_hub
-        import huggingface_hub.errors  # which the package itself imports only when it is asked
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
     return huggingface_hub
 
 
