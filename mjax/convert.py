@@ -190,7 +190,7 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def _families(args: argparse.Namespace) -> int:
-    from mjax.interop.huggingface.families.published import markdown_table, print_table
+    from mjax.interop.huggingface.published import markdown_table, print_table
 
     if args.markdown:
         print(markdown_table(), end="")

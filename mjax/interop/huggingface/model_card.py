@@ -35,8 +35,8 @@ def with_card(
 ) -> dict[str, bytes]:
     """The files of an export of the weights in `ckpt`, with a model card.
 
-    A card that came with weights which no run has changed stays. That of the weights which a run
-    began with is kept under another name. license: the hub's word for it; None: unknown.
+    A card that came with weights which no run has changed stays. A run gets its own, and the card
+    of its base another name. license: the hub's word for it; None: unknown.
     """
     step = newest_step(model_folder(ckpt))
     record = {} if step is None else read_record(step)
@@ -87,10 +87,10 @@ def _base_of_record(record: dict) -> str | None:
 
 def _data_of(record: dict) -> list[str]:
     """Names of the files that a run read."""
-    keys = "data.text", "data.conversations.path", "data.images.path", "data.masked.path"
     given = [corpus["path"] for corpus in record.get("data") or []]
-    for value in (_said(record, key) for key in keys):
-        given += value if isinstance(value, list) else [value] if isinstance(value, str) else []
+    for key in ("data.text", "data.conversations.path", "data.images.path"):
+        value = _said(record, key)
+        given += [value] if isinstance(value, str) else value or []
     names = dict.fromkeys(Path(path).name for path in given)
     return list(names) or (["mock data"] if _said(record, "data.mock") else [])
 
