@@ -100,10 +100,13 @@ def _fetch_companions(name: HubName) -> Path:
 def _fetch_weights(name: HubName, folder: Path) -> None:
     index = folder / INDEX
     files = files_of_index(index)[1] if index.is_file() else _WEIGHTS
+    hub = import_hub()
+    is_cached = hub.constants.HF_HUB_OFFLINE
     with hub_errors(str(name)):
         # A file that the cache has is not asked for again, so a broken download goes on.
-        is_cached = import_hub().constants.HF_HUB_OFFLINE
         _download(name, folder.name, [glob.escape(file) for file in files], is_cached)
+        if is_cached and not any((folder / file).is_file() for file in files):
+            raise hub.errors.LocalEntryNotFoundError("no weights")  # old versions do not look
     if not any((folder / file).is_file() for file in files):
         raise UserError(
             f"{name}: the hub has no safetensors of it, and mjax reads no other weights; give a "
