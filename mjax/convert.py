@@ -1,12 +1,14 @@
 """`python -m mjax.convert COMMAND`: weights, configs and adapters in and out of mjax.
 
-    python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
+    python -m mjax.convert import --hf DIR --out CKPT          # or org/name, or --megatron DIR
     python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8_block: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
     python -m mjax.convert merge BASE ADAPTER OUT              # of a run, or a folder of PEFT
     python -m mjax.convert unmerge MERGED OUT                  # the base again, bit for bit
     python -m mjax.convert extract RUN OUT                     # a run's adapters as PEFT's folder
+    python -m mjax.convert push RUN_OR_FOLDER org/name         # to the Hugging Face hub
+    python -m mjax.convert families                            # what can be converted
 
 CKPT is a folder that `checkpoint.init_from`, `mjax.generate.__main__` and `mjax.from_pretrained`
 read; an export takes any mjax checkpoint or run folder. Everything is written under a temporary
@@ -16,11 +18,12 @@ name and renamed last. `--verify` compares logits with transformers, where that 
 import argparse
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from mjax.config.languages.paths import as_path, require_files
+from mjax.config.languages.paths import as_path, path_text, require_files
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error, program, run_cli
 from mjax.json_file import read_json
@@ -33,6 +36,7 @@ def main() -> int:
     args = _parser().parse_args()
     commands = {"import": _import, "export": _export, "config": _config}
     commands |= {"merge": _merge, "unmerge": _unmerge, "extract": _extract}
+    commands |= {"push": _push, "families": _families}
     return commands[args.command](args)
 
 
@@ -41,12 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="into an mjax checkpoint")
     source = into.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=as_path, metavar="DIR", help="Hugging Face folder")
+    about = "Hugging Face folder, or org/name on the hub"
+    source.add_argument("--hf", type=path_text, metavar="DIR_OR_NAME", help=about)
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
+    _add_revision(into)
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     out = commands.add_parser("export", help="to a Hugging Face folder")
     about = "a run or a checkpoint; RUN@best: its step of lowest held-out loss; RUN@160: a step"
-    out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT", help=about)
+    out.add_argument("--ckpt", type=path_text, required=True, metavar="CKPT", help=about)
+    _add_license(out)
     out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
@@ -55,19 +62,45 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
     source = config.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=as_path, metavar="DIR_OR_JSON")
+    source.add_argument("--hf", type=path_text, metavar="DIR_OR_JSON", help="or org/name")
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
-    source.add_argument("--ckpt", type=as_path, metavar="RUN", help="an mjax run or checkpoint")
+    source.add_argument("--ckpt", type=path_text, metavar="RUN", help="an mjax run or checkpoint")
+    _add_revision(config)
     _add_adapter_commands(commands)
+    _add_hub_commands(commands)
     return parser
+
+
+def _add_revision(parser: argparse.ArgumentParser) -> None:
+    about = "branch, tag or commit on the hub; or org/name@REV, as all commands take it"
+    parser.add_argument("--revision", metavar="REV", help=about)
+
+
+def _add_license(parser: argparse.ArgumentParser) -> None:
+    about = "for the model card: the hub's word, such as apache-2.0; default: unknown"
+    parser.add_argument("--license", metavar="WORD", help=about)
+
+
+def _add_hub_commands(commands: argparse._SubParsersAction) -> None:
+    push = commands.add_parser("push", help="to the Hugging Face hub")
+    about = "a Hugging Face folder as it is; or what `export` takes, exported to TMPDIR first"
+    push.add_argument("source", type=path_text, metavar="RUN_OR_FOLDER", help=about)
+    push.add_argument("name", metavar="ORG/NAME", help="on the hub; made if it is missing")
+    push.add_argument("--private", action="store_true", help="if it is made: for its owners alone")
+    push.add_argument("--revision", metavar="BRANCH", help="default: main")
+    push.add_argument("--message", metavar="TEXT", help="of the commit")
+    kinds = ["float32", "bfloat16", "float16", "float8"]
+    push.add_argument("--dtype", choices=kinds, default="bfloat16", help="of an export")
+    _add_license(push)
+    families = commands.add_parser("families", help="the published models that are read")
+    families.add_argument("--markdown", action="store_true", help="as in docs/models/families.md")
 
 
 def _add_adapter_commands(commands: argparse._SubParsersAction) -> None:
     merge = commands.add_parser("merge", help="adapters into their base, in the base's format")
-    merge.add_argument("base", type=as_path, metavar="BASE", help="the weights they belong to")
-    merge.add_argument(
-        "adapter", type=as_path, metavar="ADAPTER", help="a run with adapters, or PEFT's folder"
-    )
+    merge.add_argument("base", type=path_text, metavar="BASE", help="the weights they belong to")
+    about = "a run with adapters, or PEFT's folder"
+    merge.add_argument("adapter", type=path_text, metavar="ADAPTER", help=about)
     merge.add_argument("out", type=as_path, metavar="OUT", help="folder to make")
     kinds = ["float32", "bfloat16", "float16"]
     merge.add_argument("--dtype", choices=kinds, help="default: the dtype of the base")
@@ -81,63 +114,120 @@ def _add_adapter_commands(commands: argparse._SubParsersAction) -> None:
 
 def _import(args: argparse.Namespace) -> int:
     from mjax.checkpoint.base.companion_files import read_folder
+    from mjax.checkpoint.base.hub import model_folder
     from mjax.checkpoint.weights import write_weights
     from mjax.interop.megatron.parameters import megatron_source
     from mjax.interop.sources import source_of
     from mjax.models import definition_of
 
-    folder = args.hf or args.megatron
-    require_files(folder)
+    require_files(args.hf or args.megatron)
     if args.verify and args.megatron:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
-    source = source_of(args.hf) if args.hf else megatron_source(args.megatron)
+    name = _with_revision(args) if args.hf else None
+    source = source_of(name) if name else megatron_source(args.megatron)
     specs = definition_of(source.cfg).specs
     source.check()
+    folder = model_folder(name) if name else args.megatron
     write_weights(args.out, source, specs, args.dtype, read_folder(folder) | source.unread())
     print(f"{args.out}: {source.cfg.model_type or 'megatron'} weights as {args.dtype}")
-    return verify(args.out, args.hf, args.dtype) if args.verify else 0
+    return verify(args.out, folder, args.dtype) if args.verify else 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mjax.interop.huggingface.families.engine import BALANCE_KEYS, slots
-    from mjax.interop.huggingface.files import export
-    from mjax.interop.sources import source_of
-    from mjax.models import definition_of
-
     if not 0 < args.max_shard_gb < math.inf:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")
     if args.verify and args.dtype.startswith("float8"):
         raise UserError("--verify has a bound for exact weights; leave it out with float8")
-    source = source_of(args.ckpt)
+    size = math.ceil(args.max_shard_gb * 1e9)
+    write_hf_folder(args.ckpt, args.hf, args.dtype, size, args.license)
+    return verify(args.ckpt, args.hf, args.dtype) if args.verify else 0
+
+
+def write_hf_folder(
+    ckpt: str, folder: Path, dtype: str, max_shard_bytes: int, license: str | None = None
+) -> None:
+    """Export the weights in `ckpt` to a Hugging Face folder, with a model card, and print a line.
+
+    Raises `UserError` with nothing written.
+    """
+    from mjax.interop.huggingface.families.engine import BALANCE_KEYS, slots
+    from mjax.interop.huggingface.files import export
+    from mjax.interop.huggingface.model_card import with_card
+    from mjax.interop.sources import source_of
+    from mjax.models import definition_of
+
+    source = source_of(ckpt)
     source.check()
     cfg, specs = source.cfg, definition_of(source.cfg).specs
     places = slots(cfg, specs)  # names what no family can express, before anything is written
-    extras = side_files(cfg, args.ckpt, args.dtype, source.unread())
-    size = math.ceil(args.max_shard_gb * 1e9)
-    export(source.read, cfg, specs, places, args.hf, args.dtype, size, extras)
+    extras = side_files(cfg, ckpt, dtype, source.unread())
+    extras = with_card(extras, cfg, ckpt, license)
+    export(source.read, cfg, specs, places, folder, dtype, max_shard_bytes, extras)
     config = json.loads(extras["config.json"])
-    print(f"{args.hf}: {config['architectures'][0]} as {args.dtype}")
+    print(f"{folder}: {config['architectures'][0]} as {dtype}")
     if cfg.moe.router_aux_loss_coef and 0.0 in (config.get(key) for key in BALANCE_KEYS):
         print(
             "config.json has no balance loss: readers of that family take model.moe."
             f"router_aux_loss_type={cfg.moe.router_aux_loss_type} for another loss"
         )
-    return verify(args.ckpt, args.hf, args.dtype) if args.verify else 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    from mjax.checkpoint.base.hub import import_hub, parse_hub_name
+    from mjax.interop.huggingface.push import push_folder
+
+    import_hub()
+    require_files(args.source)
+    to = parse_hub_name(args.name if args.revision is None else f"{args.name}@{args.revision}")
+    if to is None:
+        raise UserError(f"{args.name}: give org/name, the model's name on the hub")
+    folder = Path(args.source)
+    with tempfile.TemporaryDirectory(prefix="mjax-push-") as temporary:
+        if not any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
+            folder = Path(temporary) / "model"
+            write_hf_folder(args.source, folder, args.dtype, math.ceil(5e9), args.license)
+        print(push_folder(folder, to, args.private, args.message))
+    return 0
+
+
+def _families(args: argparse.Namespace) -> int:
+    from mjax.interop.huggingface.published import markdown_table, print_table
+
+    if args.markdown:
+        print(markdown_table(), end="")
+    else:
+        print_table()
+    return 0
+
+
+def _with_revision(args: argparse.Namespace) -> str:
+    """--hf with --revision."""
+    from mjax.checkpoint.base.hub import hub_name
+
+    if args.revision is None:
+        return args.hf
+    if hub_name(args.hf) is None or "@" in args.hf:
+        raise UserError(f"--revision {args.revision}: --hf {args.hf} is not org/name on the hub")
+    return f"{args.hf}@{args.revision}"
 
 
 def _config(args: argparse.Namespace) -> int:
     import yaml
 
+    from mjax.checkpoint.base.hub import model_folder
     from mjax.interop.huggingface.families.engine import config_from_hf
     from mjax.interop.huggingface.families.parts import say_unused
     from mjax.interop.huggingface.families.unread_keys import text_of
     from mjax.interop.sources import source_of
 
-    folder = args.hf or args.megatron or args.ckpt
-    require_files(folder)
+    given = args.hf or args.megatron or args.ckpt
+    require_files(given)
+    name = _with_revision(args) if args.hf else given
+    folder = model_folder(name)
     path = folder / "config.json" if folder.is_dir() else folder
+    # Files tell of heads in them; those of the hub are not fetched for that.
+    has_weights = not args.hf or any(folder.glob("*.safetensors"))
     config = read_json(path) if args.hf else {}
-    has_weights = not args.hf or any(folder.glob("*.safetensors"))  # files tell of heads in them
     cfg = source_of(folder).cfg if has_weights else config_from_hf(config)
     if text_of(config) != config:
         say_unused(f"the text alone is read, a model of model_type {cfg.model_type!r}")
@@ -149,10 +239,11 @@ def _config(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     from mjax.checkpoint.base.companion_files import read_side_files, with_tokenizer_of
     from mjax.interop.merge import RECORD, merged_source, stored_dtype, write_merged
-    from mjax.interop.sources import source_of
+    from mjax.interop.sources import folder_with_weights, source_of
 
     require_files(args.base)
     require_files(args.adapter)
+    args.base, args.adapter = map(folder_with_weights, (args.base, args.adapter))
     source = merged_source(args.base, args.adapter)
     source.check()
     dtype = args.dtype or stored_dtype(source_of(args.base))
@@ -187,7 +278,7 @@ def _extract(args: argparse.Namespace) -> int:
 
 
 def side_files(
-    cfg: ModelConfig, ckpt: Path, dtype: str, unread: dict[str, bytes] | None = None
+    cfg: ModelConfig, ckpt: str | Path, dtype: str, unread: dict[str, bytes] | None = None
 ) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json in the words
     of the one that was imported, and all that lay beside its weights. `unread` as in `Source`."""
@@ -249,7 +340,7 @@ def _unread_of_export(
     return kept, form
 
 
-def verify(ours: Path, hf: Path, dtype: str) -> int:
+def verify(ours: str | Path, hf: Path, dtype: str) -> int:
     """Compare the logits of the model in `ours`, its weights rounded to `dtype`, with those that
     transformers computes from `hf`; 0 if they agree to `BOUND` in fp32, else 1."""
     with or_user_error(

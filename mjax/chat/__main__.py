@@ -53,7 +53,7 @@ def _model(args: argparse.Namespace) -> Any:
 
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("chat"), description="Talk to a model.")
-    about = "a run, a checkpoint, a Hugging Face folder, or the URL of a server of OpenAI's form"
+    about = "a run, a checkpoint, org/name on the hub, a Hugging Face folder, or a server's URL"
     parser.add_argument("model", metavar="MODEL", type=path_text, help=about)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     about = "continue plain text, without a chat template: for models that were not taught to chat"

@@ -9,7 +9,7 @@ with the calling convention, and the tokenizer (mjax/export/programs.py says how
 
 import argparse
 
-from mjax.config.languages.paths import as_path
+from mjax.config.languages.paths import as_path, path_text
 from mjax.errors import program, read_numbers, run_cli
 
 
@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _export_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("export"), description="Export a model.")
-    parser.add_argument("--ckpt", type=as_path, required=True, help="any folder that mjax reads")
+    about = "any folder that mjax reads, or org/name on the hub"
+    parser.add_argument("--ckpt", type=path_text, required=True, help=about)
     parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--batch", default="1", metavar="B,...", help="default: 1")
     lengths = "slots of a cache: prompt, padding and new tokens (default: 1024)"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import end_ids
+from mjax.checkpoint.base.hub import model_folder
 from mjax.config.languages.paths import as_path, path_text
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    mean, std = image_scale(args.ckpt) if args.image else (None, None)
+    mean, std = image_scale(model_folder(args.ckpt)) if args.image else (None, None)
     args.image_mean, args.image_std = args.image_mean or mean, args.image_std or std
     images, texts = read_images(args, model.cfg, tokenizer)
     given = {"vision": images, "audio": read_sounds(args, model.cfg)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from mjax.checkpoint.base.companion_files import side_folders
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
-from mjax.config.languages.paths import as_path, path_text
+from mjax.config.languages.paths import path_text
 from mjax.config.schema.vision import VisionConfig
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
@@ -19,9 +19,9 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ckpt",
-        type=as_path,
+        type=path_text,
         required=True,
-        help="a run, a checkpoint, RUN@best, RUN@160 or a Hugging Face folder",
+        help="a run, a checkpoint, RUN@best, RUN@160, a Hugging Face folder, org/name of the hub",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
     kinds = ("float32", "bfloat16", "float16")

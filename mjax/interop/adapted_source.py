@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.steps import newest_step, run_of
@@ -101,11 +102,13 @@ def base_of_run(step: Path) -> str | None:
     return read_record(step).get("base", {}).get("from")
 
 
-def named_base(folder: Path, base: str | None) -> Path:
-    """The folder of the base that adapters in `folder` name. Raises `UserError` if there is none.
+def named_base(folder: Path, base: str | None) -> str | Path:
+    """The base that adapters in `folder` name, a folder or a model of the hub.
 
-    base: its name there.
+    base: its name there. Raises `UserError` if there is none.
     """
+    if hub_name(base) is not None:
+        return base
     if base is None or not run_of(Path(base).expanduser()).exists():
         what = "no base" if base is None else f"the base {base}, which is not here"
         raise UserError(
@@ -167,12 +170,14 @@ def adapter_step(run: Path) -> Path:
 
 
 def read_starting_arrays(
-    folder: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]
+    given: str | Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]
 ) -> dict[Leaf, np.ndarray]:
     """The arrays that a run on the model `cfg` begins with, from a folder of PEFT or a run.
 
-    specs: the run's declarations by path. Raises `UserError` where they differ.
+    given: that folder, or the name of a model on the hub. specs: the run's declarations by path.
+    Raises `UserError` where they differ.
     """
+    folder = model_folder(given, weights=True)
     if (folder / ADAPTER_CONFIG).is_file():
         adapters = read_adapter(folder, cfg, definition_of(cfg).specs)
         return starting_arrays(adapters, specs)

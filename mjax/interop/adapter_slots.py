@@ -44,7 +44,7 @@ class AdapterSlots:
 
     def read(self, folder: str | Path) -> Adapters:
         """The adapters in a folder. Raises `UserError` for those that no slot can have."""
-        found = read_adapters(Path(folder), self.cfg, unflatten_dict(self._specs))
+        found = read_adapters(folder, self.cfg, unflatten_dict(self._specs))
         require_stackable(str(folder), found, self._specs)
         rank = max((found.part(path, "a").shape[-1] for path in found.scales), default=0)
         if rank > self.rank:

@@ -15,6 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from mjax.checkpoint.base.hub import model_folder
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.merged import Adapters, require_shapes
 from mjax.config.schema.model import ModelConfig
@@ -51,7 +52,7 @@ def stack_adapters(
     """
     found = {}
     for number, folder in enumerate(folders):
-        found[f"{folder} (slot {number + 1})"] = read_adapters(Path(folder), cfg, specs)
+        found[f"{folder} (slot {number + 1})"] = read_adapters(folder, cfg, specs)
     return stack_of_adapters(found, specs)
 
 
@@ -72,8 +73,9 @@ def with_arrays(model: Pretrained, specs: dict, arrays: dict) -> Pretrained:
     return replace(model, definition=with_specs(model.definition, specs), params=params)
 
 
-def read_adapters(folder: Path, cfg: ModelConfig, specs: dict) -> Adapters:
-    """The adapters of a folder, for the weights that they were first trained on."""
+def read_adapters(given: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
+    """The adapters of a folder, or of a name on the hub, for the weights of their training."""
+    folder = model_folder(given, weights=True)
     if (folder / ADAPTER_CONFIG).is_file():
         return read_adapter(folder, cfg, specs)
     step = adapter_step(folder)

@@ -80,9 +80,9 @@ def from_pretrained(
     """Load the weights in `path`, as `dtype`, on one device or sharded over `mesh`.
 
     `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
-    or a Megatron torch_dist checkpoint. Raises `UserError` where it is none of them or damaged.
+    a Megatron torch_dist checkpoint, or as a string the name of a model on the Hugging Face hub.
+    Raises `UserError` where it is none of them or damaged.
     """
-    path = Path(path).expanduser()
     source = source_of(path)
     source.check()
     definition = definition_of(source.cfg)

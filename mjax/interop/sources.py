@@ -6,6 +6,7 @@ which they name, with the adapters merged.
 
 from pathlib import Path
 
+from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_weights
@@ -25,11 +26,12 @@ from mjax.models import definition_of
 def source_of(path: str | Path, predictions: int | None = None) -> Source:
     """The weights in `path`, whatever their format; of a run the newest, of a step its own.
 
-    `predictions`: the prediction layers that are wanted; others of a file are kept aside for an
-    export, where their names tell that they are there. Raises `UserError` if it is none we know.
+    A string may also name a model of the hub (`checkpoint/base/hub.py`). `predictions`: the
+    prediction layers that are wanted; others of a file are kept aside for an export, where their
+    names tell that they are there. Raises `UserError` if it is none we know.
     """
     require_files(path)
-    path = Path(path)
+    path = folder_with_weights(path)
     if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
         base = source_of(named_base(path, read_adapter_config(path).base))
         return adapted_source(path, base)
@@ -63,3 +65,11 @@ def source_of(path: str | Path, predictions: int | None = None) -> Source:
     if has_adapters(step):
         return adapted_source(step, source_of(named_base(step, base_of_run(step))))
     return read_weights(step)
+
+
+def folder_with_weights(path: str | Path) -> Path:
+    """The folder that `path` means; weights of the hub come after a config.json that is read."""
+    config = model_folder(path) / "config.json"
+    if hub_name(path) is not None and config.is_file():
+        config_of_folder(read_json(config))
+    return model_folder(path, weights=True)

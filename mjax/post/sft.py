@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.config.schema.run import Config
 from mjax.data.preview import print_rows
@@ -92,7 +93,7 @@ def _of_weights(tree: dict, start: str) -> dict:
     found = {}
     if _is_set(tree, "data", "tokenizer") and "model" in tree:
         return found
-    if not run_of(Path(start).expanduser()).exists():
+    if hub_name(start) is None and not run_of(Path(start).expanduser()).exists():
         raise UserError(
             f"checkpoint.init_from={start}: there is no such folder; give that of a model from a "
             "hub, or of a run (configs/quickstart.yaml makes runs/quickstart)"

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.checkpoint.base.hub import model_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ class ServedModel:
         self.options = options
         self.slots: AdapterSlots | None = None
         self._params: dict | None = None  # of an encoder
-        cfg = source_of(Path(options.model).expanduser()).cfg
+        cfg = source_of(options.model).cfg
         architecture = cfg.architecture
         if architecture.generates or architecture.reads_target:
             self._load_generator(cfg)
@@ -128,7 +128,7 @@ class ServedModel:
         vision = cfg.vision
         if "vision" not in cfg.modalities or vision.is_cut:
             return None
-        found, usual = image_scale(Path(self.options.model)), usual_scale(vision)
+        found, usual = image_scale(model_folder(self.options.model)), usual_scale(vision)
         scale = [tuple(own or other) for own, other in zip(found, usual, strict=True)]
         count = cfg.tower("vision").text_tokens(None)
         tokens = (cfg.tower("vision").token_id,) * count

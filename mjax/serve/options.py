@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from mjax.checkpoint.base.hub import hub_name, pinned
 from mjax.config.languages.paths import path_text
 from mjax.errors import UserError, program
 from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
@@ -72,9 +73,11 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         "reasoning_parser": args.reasoning_parser,
         "origins": tuple(args.allowed_origins),
     }
+    of_hub = hub_name(args.model)
+    usual = of_hub.repo if of_hub else os.path.basename(os.path.normpath(args.model))
     return ServeOptions(
-        model=args.model,
-        name=args.served_model_name or os.path.basename(os.path.normpath(args.model)),
+        model=pinned(args.model),  # all processes read one commit
+        name=args.served_model_name or usual,
         host=args.host,
         port=args.port,
         engine=engine,
@@ -103,7 +106,7 @@ def _adapter(text: str) -> tuple[str, str]:
 def _serve_parser() -> argparse.ArgumentParser:
     about = "Serve a model through an API of OpenAI's form."
     parser = argparse.ArgumentParser(prog=program("serve"), description=about)
-    what = "a run, a checkpoint, RUN@best, or a Hugging Face or Megatron folder"
+    what = "a run, a checkpoint, RUN@best, org/name on the hub, a Hugging Face or Megatron folder"
     parser.add_argument("model", type=path_text, metavar="RUN_OR_FOLDER", help=what)
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the folder's")
     parser.add_argument("--tokenizer", type=path_text, help="default: the model's own")

@@ -22,6 +22,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.digest import DamagedCheckpoint
+from mjax.checkpoint.base.hub import pinned
 from mjax.checkpoint.base.source import Source, arrays
 from mjax.checkpoint.local.folder import claim, local_folder
 from mjax.checkpoint.local.node_store import NodeStore
@@ -97,7 +98,7 @@ class Checkpoints:
         """Entries of the record of a step: the run's batches, and the base of its adapters."""
         records = {"batches": {} if self.batches_at is None else self.batches_at(step)}
         if self.cfg.lora.rank:
-            records["base"] = {"from": self.cfg.checkpoint.init_from, "digest": self.base}
+            records["base"] = {"from": pinned(self.cfg.checkpoint.init_from), "digest": self.base}
         return records
 
     def _saved(self, state: State) -> State:
@@ -185,7 +186,9 @@ class Checkpoints:
             predictions = self.cfg.model.num_nextn_predict_layers
             sources[names.init_from] = source_of(names.init_from, predictions)
         if names.init_audio is not None:
-            sources[names.init_audio] = whisper_source(Path(names.init_audio), self.cfg.model)
+            sources[names.init_audio] = whisper_source(
+                local_folder(names.init_audio, weights=True), self.cfg.model
+            )
         return sources
 
     def start_params(self) -> tuple[dict, str]:
@@ -251,7 +254,7 @@ class Checkpoints:
         if not lora.rank or lora.starts_from is None:
             return {}
         declared = flatten_dict(self.layout.specs)
-        return read_starting_arrays(Path(lora.starts_from), self.cfg.model, declared)
+        return read_starting_arrays(lora.starts_from, self.cfg.model, declared)
 
     def with_given_adapters(self, params: dict) -> dict:
         """Stored parameters with `given_adapters` in their places."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from mjax.checkpoint.base.digest import UNLISTED, digest_files
+from mjax.checkpoint.base.hub import model_folder
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.config.schema.run import Config
@@ -62,7 +63,7 @@ def side_folders(path: str | Path) -> Iterator[Path]:
 
     Older runs stored them next to the step folders; runs on `data.text` keep their own copy.
     """
-    path = Path(path)
+    path = model_folder(path)
     yield path
     step = newest_step(path)
     if step is not None:
@@ -167,7 +168,7 @@ def tokenizer_dir(path: str | Path) -> Path | None:
 def tokenizer_of(path: str | Path) -> Path | str | None:
     """The argument of `load_tokenizer` for a model folder, a checkpoint or a run."""
     folder = tokenizer_dir(path)
-    step = newest_step(Path(path))
+    step = newest_step(model_folder(path))
     if folder is None and step is not None:
         config = read_record(step)["config"]
         return "byte" if config.get("data", {}).get("tokenizer") == "byte" else None

@@ -118,13 +118,7 @@ def open_folder(folder: str | Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: no model.safetensors and no {INDEX}; give a model's folder")
     if not index.is_file():
         return read_header(single)
-    wrong = f"{index}: not an index with a weight_map; copy it again"
-    with or_user_error(wrong, (*_MALFORMED, OSError)):
-        where = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-    for name in files:
-        if not isinstance(name, str) or not name or Path(name).name != name:
-            raise UserError(f"{index}: {name!r} is not the plain name of a file; copy it again")
+    where, files = files_of_index(index)
     tensors: dict[str, Tensor] = {}
     for name in files:
         found = read_header(folder / name)
@@ -136,6 +130,18 @@ def open_folder(folder: str | Path) -> dict[str, Tensor]:
         if name not in tensors:
             raise UserError(f"{folder / file}: has no tensor {name}, which {index.name} puts there")
     return tensors
+
+
+def files_of_index(index: Path) -> tuple[dict[str, str], list[str]]:
+    """(the file of each tensor, the files) that an index names. Raises `UserError` for damage."""
+    wrong = f"{index}: not an index with a weight_map; copy it again"
+    with or_user_error(wrong, (*_MALFORMED, OSError)):
+        where = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+    for name in files:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise UserError(f"{index}: {name!r} is not the plain name of a file; copy it again")
+    return where, files
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.merged import adapter_alpha
 from mjax.errors import UserError, or_user_error
 from mjax.interop.peft.modules import shortest_names
@@ -28,7 +29,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 _READ = frozenset(
     """peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora use_dora rank_pattern
-    alpha_pattern target_parameters bias""".split()
+    revision alpha_pattern target_parameters bias""".split()
 )
 # Starts that leave the base as it is, or of which PEFT's files hold the difference from the base.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -102,10 +103,15 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
             dropout=float(config.get("lora_dropout") or 0.0),
-            base=config.get("base_model_name_or_path"),
+            base=_base_of(config),
             parameters=tuple(map(str, config.get("target_parameters") or ())),
         )
     return found
+
+
+def _base_of(config: dict) -> str | None:
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{base}@{revision}" if revision and hub_name(base) else base
 
 
 def _patterns(kind: type, key: str, config: dict) -> dict:

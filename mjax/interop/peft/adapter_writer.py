@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import write_files
+from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.base.safetensors import write_file
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import run_all
@@ -73,11 +74,13 @@ def write_adapter(
     if wrapped and adapters.dora:
         raise UserError(f"adapter: PEFT has no DoRA for {wrapped[0]}; train without lora.dora")
     names = names_in_memory(cfg, specs)
+    of_hub = hub_name(adapters.base)
     config = write_adapter_config(
         settings,
         saved,
         {*modules, *names, *map(_module_of_tensor, names)},
-        base_model_name_or_path=adapters.base,
+        base_model_name_or_path=adapters.base if of_hub is None else of_hub.repo,
+        revision=None if of_hub is None else of_hub.revision,
         task_type=_task_of(cfg),
         use_rslora=adapters.rslora,
         use_dora=adapters.dora,

@@ -57,6 +57,11 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,
+    "olmo3_7b": 7_298_011_136,
+    "seed_oss_36b": 36_151_104_512,
+    "glm47_flash": 29_943_393_920,  # its prediction layer is not among them
+    "minimax_m2": 228_689_764_864,  # 228,703,644,928 with the scales of its 8-bit files
+    "kimi_k2": 1_026_408_232_448,
     "vit_l16": 304_326_632,
     "clip_vit_l14": 427_616_513,
     "siglip_so400m": 877_960_498,
