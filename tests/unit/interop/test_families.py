@@ -381,6 +381,24 @@ REFUSED = {
         GPT_OSS_20B | dict(quantization_config=dict(quant_method="awq")),
         "quantization_config has quant_method='awq', which mjax does not read (only fp8, mxfp4,",
     ),
+    "layers with unlike experts": (
+        dict(model_type="hunyuan_v1_moe", num_experts=4, moe_topk=[2, 1]),
+        "moe.num_experts_per_tok",
+    ),
+    "experts of other widths": (
+        dict(model_type="hunyuan_v1_moe", num_experts=4, moe_intermediate_size=[64, 32]),
+        "moe_intermediate_size=[64, 32] is not supported",
+    ),
+    "two bases": (
+        dict(model_type="granite_swa", rope_scaling=None, layer_rope_theta=[10.0, 20.0, 30.0])
+        | dict(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "layer_rope_theta=[10.0, 20.0, 30.0] is not supported (only one base, or 0",
+    ),
+    "another share of a head": (
+        dict(model_type="mistral4", qk_rope_head_dim=4, qk_nope_head_dim=4, kv_lora_rank=8)
+        | dict(v_head_dim=8, rope_parameters=dict(partial_rotary_factor=0.25)),
+        "partial_rotary_factor=0.25 is not supported (only 0.5)",
+    ),
     "sharper gate": (GPT_OSS_20B | dict(swiglu_alpha=2.0), "swiglu_alpha=2.0 is not supported"),
     "model_type": (dict(model_type="mamba"), "model_type='mamba' is not supported; known: llama"),
     "unknown key": (dict(altup_num_inputs=4), "altup_num_inputs=4 is not known to mjax"),
@@ -438,6 +456,14 @@ def require_refused(changes, message):
     with pytest.raises(UserError) as e:
         config_from_hf(TINY | changes)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_lists_of_hunyuan_with_one_value_are_read():
+    said = dict(model_type="hunyuan_v1_moe", num_experts=8, moe_topk=[3] * 2, use_mla=False)
+    said |= dict(moe_intermediate_size=[128] * 2, num_shared_expert=[1] * 2)
+    moe = config_from_hf(TINY | said | dict(rope_scaling=None)).moe
+    assert (moe.num_experts_per_tok, moe.moe_intermediate_size) == (3, 128)
+    assert moe.shared_expert_intermediate_size == 128
 
 
 def test_both_spellings_of_rope_are_read():
