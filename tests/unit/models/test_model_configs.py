@@ -57,6 +57,9 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,
+    "qwen3_5_9b": 8_953_803_264,  # text alone, as of transformers' class
+    "qwen3_5_27b": 26_895_998_464,
+    "qwen3_5_35b_a3b": 34_660_610_688,
     "vit_l16": 304_326_632,
     "clip_vit_l14": 427_616_513,
     "siglip_so400m": 877_960_498,
