@@ -11,7 +11,7 @@ from mjax.models.runtime import store
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
 from mjax.prove.__main__ import page
 from mjax.prove.features import NAMES
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 SAMPLE = [
     ("dense", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
@@ -97,6 +97,14 @@ def test_muon_takes_padded_shards():
 def test_muon_takes_projections_that_share_a_tensor_apart_on_any_mesh():
     where = Cell({"dp": 2, "tp": 2}, 3, 2)
     record = compare("gated deltanet", where, "optimizer.name=muon", steps=3)
+    assert holds(record), record
+
+
+@exhaustive
+def test_a_prediction_layer_attends_behind_a_recurrence_on_any_mesh():
+    where = Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")
+    more = "model.num_nextn_predict_layers=1", "model.layer_pattern='full+mlp, deltanet+mlp'"
+    record = compare("gated deltanet", where, *more)
     assert holds(record), record
 
 

@@ -62,6 +62,9 @@ PUBLISHED = {
     "glm47_flash": 29_943_393_920,  # its prediction layer is not among them
     "minimax_m2": 228_689_764_864,  # 228,703,644,928 with the scales of its 8-bit files
     "kimi_k2": 1_026_408_232_448,
+    "qwen3_5_9b": 8_953_803_264,  # text alone, as of transformers' class
+    "qwen3_5_27b": 26_895_998_464,
+    "qwen3_5_35b_a3b": 34_660_610_688,
     "vit_l16": 304_326_632,
     "clip_vit_l14": 427_616_513,
     "siglip_so400m": 877_960_498,
