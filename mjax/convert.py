@@ -83,14 +83,12 @@ def _add_license(parser: argparse.ArgumentParser) -> None:
 
 def _add_hub_commands(commands: argparse._SubParsersAction) -> None:
     push = commands.add_parser("push", help="to the Hugging Face hub")
-    about = "a Hugging Face folder as it is; or what `export` takes, exported to TMPDIR first"
+    about = "a Hugging Face folder as it is; or what `export` takes, exported as bfloat16 first"
     push.add_argument("source", type=path_text, metavar="RUN_OR_FOLDER", help=about)
     push.add_argument("name", metavar="ORG/NAME", help="on the hub; made if it is missing")
     push.add_argument("--private", action="store_true", help="if it is made: for its owners alone")
     push.add_argument("--revision", metavar="BRANCH", help="default: main")
     push.add_argument("--message", metavar="TEXT", help="of the commit")
-    kinds = ["float32", "bfloat16", "float16", "float8"]
-    push.add_argument("--dtype", choices=kinds, default="bfloat16", help="of an export")
     _add_license(push)
     families = commands.add_parser("families", help="the published models that are read")
     families.add_argument("--markdown", action="store_true", help="as in docs/models/families.md")
@@ -185,7 +183,7 @@ def _push(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mjax-push-") as temporary:
         if not any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
             folder = Path(temporary) / "model"
-            write_hf_folder(args.source, folder, args.dtype, math.ceil(5e9), args.license)
+            write_hf_folder(args.source, folder, "bfloat16", math.ceil(5e9), args.license)
         print(push_folder(folder, to, args.private, args.message))
     return 0
 

@@ -171,8 +171,6 @@ def _line_on(error: Exception, name: str, sends: bool = False) -> str:
         return f"{start}{where} refuses the token (HTTP {status}); {token}"
     if isinstance(error, kinds.LocalEntryNotFoundError) and hub.constants.HF_HUB_OFFLINE:
         return f"{start}it is not whole in the cache; unset HF_HUB_OFFLINE to fetch it"
-    if isinstance(error, kinds.HFValidationError):
-        return f"{start}no name of a model on the hub: {first_line(error)}"
     if isinstance(error, OSError) and error.errno is not None:
         place = error.filename or hub.constants.HF_HUB_CACHE
         return f"{name}: {place}: {error.strerror}; mend it, or set HF_HUB_CACHE to another folder"

@@ -18,16 +18,11 @@ from mjax.models import definition_of
 from mjax.sharding.spec import count_parameters
 
 CARD, CARD_OF_BASE = "README.md", "BASE_README.md"
-# Keys of a run that its card names, by what a reader calls them.
-_SETTINGS = {
-    "optimizer": "optimizer.name",
-    "peak learning rate": "schedule.lr",
-    "samples in a batch": "train.global_batch_size",
-    "tokens in a sample, at most": "data.seq_length",
-    "computed in": "precision.compute",
-    "FP8 recipe": "precision.fp8",
-    "rank of adapters": "lora.rank",
-}
+# Keys of a run that its card names.
+_SETTINGS = tuple(
+    """optimizer.name schedule.lr train.global_batch_size data.seq_length precision.compute
+    precision.fp8 lora.rank""".split()
+)
 
 
 def with_card(
@@ -76,7 +71,7 @@ def _facts(cfg: ModelConfig, record: dict, base: str | None) -> dict[str, Any]:
         facts["tokens seen, padding included"] = f"{samples * length:,}"
         facts["data"] = ", ".join(_data_of(record)) or None
         facts["held-out loss"] = record.get(HELD_OUT_LOSS)
-        facts |= {name: _said(record, key) for name, key in _SETTINGS.items()}
+        facts |= {f"`{key}`": _said(record, key) for key in _SETTINGS}
     facts["mjax"] = record.get("versions", {}).get("mjax", mjax.__version__)
     return {name: value for name, value in facts.items() if value not in (None, "none", 0)}
 

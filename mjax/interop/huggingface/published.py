@@ -36,30 +36,24 @@ def published() -> dict[str, Published]:
 
 def markdown_table() -> str:
     """The table of docs/models/families.md."""
-    rows = [HEADINGS, *(_row(name, found, code="`") for name, found in published().items())]
+    rows = [HEADINGS, *map(_row, published().items())]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(HEADINGS), *lines[1:], ""])
 
 
 def print_table() -> None:
     """Print it for a terminal, without classes and links."""
-    table = Table(show_lines=True)
-    for heading in _without_class(HEADINGS):
-        table.add_column(heading.replace("`", ""))
-    for name, found in published().items():
-        notes = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found.notes)
-        row = _row(name, found._replace(notes=notes), code="")
-        table.add_row(*_without_class(row))
+    rows = [HEADINGS, *map(_row, published().items())]
+    table = Table(show_header=False, show_lines=True)
+    for family, models, sizes, _, *others in rows:
+        plain = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", text) for text in others]
+        table.add_row(family, models, sizes, *plain)
     width = None if sys.stdout.isatty() else 160
     Console(markup=False, width=width).print(table)
 
 
-def _without_class(row: tuple[str, ...]) -> tuple[str, ...]:
-    at = HEADINGS.index("class")
-    return row[:at] + row[at + 1 :]
-
-
-def _row(name: str, found: Published, code: str) -> tuple[str, ...]:
+def _row(entry: tuple[str, Published]) -> tuple[str, ...]:
+    name, found = entry
     classes = ", ".join([FAMILIES[name].architecture, *found.classes])
-    configs = ", ".join(f"{code}{config}{code}" for config in found.configs)
+    configs = ", ".join(f"`{config}`" for config in found.configs)
     return name, found.models, found.sizes or "-", classes, configs or "-", found.notes

@@ -71,13 +71,13 @@ def test_the_card_of_a_run(step):
         "| tokens seen, padding included | 19,660,800 |",
         "| data | wiki, chats.jsonl |",
         "| held-out loss | 2.125 |",
-        "| peak learning rate | 0.0003 |",
-        "| computed in | bfloat16 |",
+        "| `schedule.lr` | 0.0003 |",
+        "| `precision.compute` | bfloat16 |",
         "| mjax | 0.1.7 |",
         "| parameters | 39,072 |",
     ):
         assert fact in text, fact
-    assert "secret" not in text and "FP8" not in text and "rank" not in text
+    assert "secret" not in text and "fp8" not in text and "rank" not in text
 
 
 def test_a_base_on_this_machine_is_no_model_of_the_hub(step):
