@@ -85,7 +85,7 @@ class LLM:
             loaded = with_slots_filled(loaded, self.slots, folders)
         elif folders:
             loaded = with_stack(loaded, folders)
-        name = tokenizer or tokenizer_of(model)
+        name, most = tokenizer or tokenizer_of(model), loaded.cfg.max_position_embeddings
         self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
@@ -99,9 +99,7 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=(
-                    loaded.cfg.max_position_embeddings if max_model_len is None else max_model_len
-                ),
+                length=most if max_model_len is None else max_model_len,
                 queued=max_queued,
             ),
             cache_dtype=kv_cache_dtype,

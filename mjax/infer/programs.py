@@ -20,11 +20,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
-from mjax.infer.caches.paged import PAGE, PagedKeysValues, PagedLatents
-from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
+from mjax.infer.caches.paged import PAGE
+from mjax.infer.caches.slots import SlotStates
+from mjax.infer.caches.specs import PoolSizes, paged_specs
 from mjax.infer.drafting.multi_token import Guesser, RowEnds
 from mjax.infer.sample import (
     Drawn,
@@ -40,13 +39,10 @@ from mjax.infer.sample import (
 )
 from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
-from mjax.models.attention.caches import KeysValues, Latents
-from mjax.models.attention.cross import SourceKeysValues
 from mjax.models.base.adapted import has_slots
-from mjax.models.base.branch import CacheSpec, branch_class
+from mjax.models.base.branch import CacheSpec
 from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
-from mjax.models.recurrent.recurrent_mixer import RecurrentCache
 from mjax.models.runtime.run import Caches
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order
@@ -56,8 +52,8 @@ from mjax.sharding.rules import partition
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
 
 
-def record_dtype(width: int, depths: int = 0) -> np.dtype:
-    """A row of a step, 4 bytes a number.
+def record_dtype(sizes: PoolSizes) -> np.dtype:
+    """A row of a step, 4 bytes a number; its lists have the lengths in brackets.
 
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
@@ -69,31 +65,9 @@ def record_dtype(width: int, depths: int = 0) -> np.dtype:
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
     names = "length", "count", "slot", "samples", "index", "adapter"
     numbers = [(name, "<i4") for name in names]
-    lists = ("following", "<i4", (depths,)), ("table", "<i4", (width,))
-    return np.dtype([*numbers, ("seed", "<u4"), *settings, *lists])
-
-
-class PoolSizes(NamedTuple):
-    """Sizes of one lane: pages, rows at a time, and pages of the longest row.
-
-    eight_bits: whether keys and values are cached in e4m3.
-    drafts: guessed tokens of a row that a step of decoding may verify.
-    snapshots: further slots of states, which prompts of an equal beginning go on from.
-    depths: of multi-token prediction that guess tokens; they have caches after those of layers.
-    """
-
-    pages: int
-    rows: int
-    width: int
-    eight_bits: bool = False
-    drafts: int = 0
-    snapshots: int = 0
-    depths: int = 0
-
-    @property
-    def record(self) -> np.dtype:
-        """A row of a step."""
-        return record_dtype(self.width, self.depths)
+    following = "following", "<i4", (sizes.depths,)
+    table = "table", "<i4", (sizes.width,)
+    return np.dtype([*numbers, ("seed", "<u4"), *settings, following, table])
 
 
 class StepTokens(NamedTuple):
@@ -129,46 +103,6 @@ class StepState(NamedTuple):
     counts: TokenCounts | None = None
 
 
-def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
-    """The caches of all layers as trees of `CacheSpec`, whose first axis is pages or slots.
-
-    Raises `UserError` for a branch whose cache does not lie in pages.
-    """
-    layers: Caches = []
-    for kind in (*cfg.layer_kinds, *cfg.prediction_kinds[: sizes.depths]):
-        if cfg.architecture.has_streams and not of_decoder(kind):
-            layers.append(None)
-            continue
-        layer = {}
-        for word in branches_of(kind):
-            of_layer, module = cfg.of_layer(kind), branch_class(word)
-            found = module.cache(of_layer, sizes.pages, PAGE, tp)
-            by_slot = of_layer, sizes.rows + 1, sizes.width * PAGE, tp
-            match found:
-                case SourceKeysValues():
-                    found = SlotSources(*module.cache(*by_slot))
-                case KeysValues() if cfg.position_embedding == "relative":
-                    found = SlotKeysValues(*module.cache(*by_slot))
-                case KeysValues():
-                    found = PagedKeysValues(*found)
-                    found = found.in_8_bits() if sizes.eight_bits else found
-                case Latents():
-                    found = PagedLatents(*found)
-                case RecurrentCache():
-                    slots = sizes.rows + 1 + sizes.snapshots
-                    found = SlotStates(*module.cache(of_layer, slots, PAGE, tp))
-                case None:
-                    pass
-                case _:
-                    raise UserError(
-                        f"model.layer_pattern={cfg.layer_pattern}: the engine does not serve "
-                        f"layers with {module.__name__}; run the model on whole texts"
-                    )
-            layer[BRANCHES[word].name] = found
-        layers.append(layer)
-    return layers
-
-
 @dataclass(frozen=True, eq=False)  # hashed by identity
 class EnginePrograms:
     """The jitted functions over what is static, and their compiled forms by size."""
@@ -195,7 +129,7 @@ class EnginePrograms:
     @functools.cached_property
     def specs(self) -> Caches:
         """The caches of one lane."""
-        return paged_specs(self.cfg, self.sizes, self.parallel.tp)
+        return paged_specs(self.cfg, self.sizes, PAGE, self.parallel.tp)
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
@@ -230,7 +164,8 @@ class EnginePrograms:
             given = StepTokens(drafts=np.zeros((rows_here, self.sizes.drafts), np.int32))
         else:
             given = StepTokens()
-        records = np.zeros((rows_here, self.sizes.record.itemsize // 4), np.int32)
+        width = record_dtype(self.sizes).itemsize // 4
+        records = np.zeros((rows_here, width), np.int32)
         return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
 
     def abstract_state(self, has_counts: bool) -> StepState:
@@ -340,56 +275,75 @@ class EnginePrograms:
         states = self._states(state.counts is not None)
         weights = partitions_apart(self.definition.specs, self.parallel, self.form)
         partitions = weights, states, self.rows, self.rows, self.rows
-        outputs = states, *[PartitionSpec()] * 3
+        outputs = states, PartitionSpec(), PartitionSpec(), PartitionSpec()
         return on_shards(function, self.mesh, partitions, outputs)(*inputs)
 
     def _on_lane(
         self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
     ) -> tuple[StepState, Drawn, Scored | None, jax.Array | None]:
         model = self.definition.bind(params, self.parallel)
-        row = fields_of_records(records, self.sizes.record)
+        row = fields_of_records(records, record_dtype(self.sizes))
         ids, info = self._tokens(state, tokens, row)
         new, layers = info.new, len(self.cfg.layer_kinds)
         # Kernels of training have no mask for the keys of a source that lie in slots.
         kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
         ctx = Context(self.parallel, kernels=kernels)
-        x, _, caches = model.extend(ids, info, ctx, state.caches[:layers], tokens.inputs or {})
+        held, of_depths = state.caches[:layers], state.caches[layers:]
+        x, _, caches = model.extend(ids, info, ctx, held, tokens.inputs or {})
         x, scores, guesses = x.reshape(-1, x.shape[-1]), None, None
         if tokens.labels is not None:
-            of_part = functools.partial(model.logits, parallel=self.parallel)
-            labels, size = tokens.labels.reshape(-1), self.cfg.vocab_size
-            scores = scored_in_parts(x, labels, draws.top, of_part, size)
+            scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)
         ends = jnp.maximum(new.rows.starts[1:] - 1, 0)
+        of_rows = x[ends] if new.each is None else x
         rows = self._draw_rows(state, row, rules, new.each or 1)
-        of_rows = x if new.each else x[ends]
         drawn = draw_tokens(model.logits(of_rows, self.parallel), rows, draws)
         last = jnp.arange(len(ends)) * (new.each or 1)  # of what was drawn for each row
         if tokens.drafts is not None:
-            last += kept_drafts(tokens.drafts, drawn.token.reshape(-1, new.each))
+            each = drawn.token.reshape(-1, new.each)
+            last += kept_drafts(tokens.drafts, each)
         token, counts = drawn.token[last], state.counts
         if self.sizes.depths:
-            of_last = jax.tree.map(lambda x: x[last], replace(rows, counts=None))
-            guesser = self._guesser(params, ctx, row, of_last, draws)
-            place = last if new.each else ends
-            facts = row["count"] > 0, row["samples"] == 1, token, row["following"]
-            of_ends = RowEnds(place, info.positions.reshape(-1)[place], *facts)
-            given = x, ids, info, of_ends, state.caches[layers:]
-            guesses, of_depths = guesser.guess(*given, self.sizes.drafts)
-            caches = [*caches, *of_depths]
+            guesser = self._guesser(params, ctx, row, rows, last, draws)
+            of_ends = self._row_ends(row, info, ends if new.each is None else last, token)
+            step = x, ids, info, of_ends
+            guesses, of_depths = guesser.guess(*step, of_depths, self.sizes.drafts)
         slot = jnp.where(row["samples"] == 1, row["slot"], self.sizes.rows)
         if draws.penalties:
-            counts = replace(counts, outputs=counts.outputs.at[slot, token].add(1))
+            outputs = counts.outputs.at[slot, token].add(1)
+            counts = replace(counts, outputs=outputs)
+        caches = [*caches, *of_depths]
         state = StepState(caches, state.last.at[slot].set(token), counts)
         axes = mesh_axes(self.rows)
         whole = functools.partial(self.parallel.all_gather, axes=axes, dim=0)
         return state, *jax.tree.map(whole, (drawn, scores, guesses))
 
-    def _guesser(self, params, ctx: Context, row: dict, rows: DrawRows, draws: Draws) -> Guesser:
-        """Guesses tokens for the rows of a step, each after what was drawn for one of `rows`.
+    def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array, top: int) -> Scored:
+        """How likely labels [T] are after x [T, D]."""
+        logits = functools.partial(model.logits, parallel=self.parallel)
+        return scored_in_parts(x, labels, top, logits, self.cfg.vocab_size)
+
+    @staticmethod
+    def _row_ends(row: dict, info: Tokens, last: jax.Array, token: jax.Array) -> RowEnds:
+        """The ends of rows, whose last tokens lie at flat places, and what was drawn there."""
+        position = info.positions.reshape(-1)[last]
+        is_row, draws = row["count"] > 0, row["samples"] == 1
+        return RowEnds(last, position, is_row, draws, token, row["following"])
+
+    def _guesser(
+        self,
+        params: dict,
+        ctx: Context,
+        row: dict[str, jax.Array],
+        rows: DrawRows,
+        places: jax.Array,
+        draws: Draws,
+    ) -> Guesser:
+        """Guesses tokens for the rows of a step, each after what was drawn at one of `places`.
 
         A mask of allowed tokens is of one place, so guesses are without; the host knows more.
         """
-        rules = replace(rows.rules, allowed=None)
+        rows = replace(rows, counts=None, rules=replace(rows.rules, allowed=None))
+        rows = jax.tree.map(lambda x: x[places], rows)
         draws = replace(draws, penalties=False, top=0)
 
         def bind(info: Tokens) -> nnx.Module:
@@ -397,13 +351,15 @@ class EnginePrograms:
 
         def draw(x: jax.Array, number: int) -> jax.Array:
             model = self.definition.bind(params, self.parallel)
-            own = replace(rows, position=rows.position + number, rules=rules)
-            return draw_tokens(model.logits(x, self.parallel), own, draws).token
+            logits = model.logits(x, self.parallel)
+            own = replace(rows, position=rows.position + number)
+            return draw_tokens(logits, own, draws).token
 
         def at(position: jax.Array) -> Tokens:
-            starts = jnp.arange(len(position) + 1, dtype=jnp.int32)
+            count = len(position)
+            starts = jnp.arange(count + 1, dtype=jnp.int32)
             paged = PagedRows(row["table"], position + 1, starts)
-            return self._facts(row, paged, (len(position), 1), None, 1)
+            return self._facts(row, paged, (count, 1), None, 1)
 
         return Guesser(bind, ctx, draw, at)
 

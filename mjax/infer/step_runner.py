@@ -16,7 +16,8 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.programs import CHUNKS, EnginePrograms, PoolSizes, StepState, StepTokens
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.programs import CHUNKS, EnginePrograms, StepState, StepTokens, record_dtype
 from mjax.infer.records import (
     Launched,
     Records,
@@ -104,7 +105,7 @@ class StepRunner:
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             self._fill_memory()
-        self.records = Records(self.programs.lanes, limits.rows, sizes.record)
+        self.records = Records(self.programs.lanes, limits.rows, record_dtype(sizes))
         self._state: StepState | None = None  # taken when the first program is launched
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm, self._invariant = WarmPrograms(), batch_invariant

@@ -31,7 +31,7 @@ class PredictedTokens:
 
 
 class RowEnds(NamedTuple):
-    """Where the rows of a step end, [R] each.
+    """The ends of a step's rows, [R] each.
 
     last: int32, the flat place of a row's last token that stays. position: its position.
     is_row: whether there is a row. draws: whether it draws the token after that, `drawn` int32.
@@ -47,7 +47,7 @@ class RowEnds(NamedTuple):
 
 
 class Guesser(NamedTuple):
-    """What guesses are made with.
+    """All that guesses are made with besides a step's tokens.
 
     bind: gives the model for tokens. draw: f(x [R, D], n), the n-th token after those that are
     drawn. at: facts about one token of each row at positions int32 [R], -1: there is none.

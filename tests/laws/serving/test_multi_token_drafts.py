@@ -32,27 +32,28 @@ from tests.marks import exhaustive, quick, slow
 GUESSES, NEW = 3, 40
 HEAT = 0.0, 1.0, 0.0, 0.0, 0.7
 KINDS = "keys and values", "windows alone", "latent", "experts"
-SCALED = {"out": 0.0, "down": 0.0}  # layers add nothing, so a token depends on the one before
 
 
 @functools.cache
-def model(kind: str, depths: int = 1) -> Pretrained:
-    return tiny_model(kind, num_nextn_predict_layers=depths)
+def model(kind: str, depths: int = 1, share: float = 0.1) -> Pretrained:
+    """A model whose depths guess well, the better the less its layers add, a `share` of theirs.
 
-
-@functools.cache
-def knowing(depths: int = 1) -> Pretrained:
-    """A model whose next token depends on the last one alone, and whose depths know it."""
-    given = model("keys and values", depths)
+    At 0 a token depends on the one before alone, and depths know it.
+    """
+    given = tiny_model(kind, num_nextn_predict_layers=depths)
 
     def changed(path: tuple, leaf: jax.Array) -> jax.Array:
         name = path[-1].key
         if name == "projection":
-            return jnp.stack([jnp.eye(leaf.shape[1]), jnp.zeros(leaf.shape[1:])])
-        return leaf * SCALED.get(name, 1.0)
+            return share * leaf + jnp.stack([jnp.eye(leaf.shape[1]), jnp.zeros(leaf.shape[1:])])
+        return share * leaf if name in ("out", "down") else leaf
 
     params = jax.tree_util.tree_map_with_path(changed, given.params)
-    return Pretrained(given.cfg, given.definition, params, None, None)
+    return replace(given, params=params)
+
+
+def knowing(depths: int = 1) -> Pretrained:
+    return model("keys and values", depths, 0.0)
 
 
 def guessing(
@@ -152,7 +153,7 @@ def test_tokens_and_guesses_are_those_of_a_plain_forward(kind):
     given = guessing(model(kind), draws=GREEDY)
     for pages in (40, 6):
         requests, seen = served_and_seen(emptied(given, pages), asks([0.0] * 5))
-        assert len(seen) > 60 and given.verified > 60
+        assert given.verified > 30 and 10 < given.accepted < 2 * given.verified, given.accepted
         assert_of_plain_forward(model(kind), seen)
         admissions = [request.samples[0].tokens.admissions for request in requests]
         assert (max(admissions) > 1) == (pages == 6) or kind == "windows alone"
@@ -184,7 +185,7 @@ def test_layers_that_know_the_next_tokens_save_steps(depths):
 def test_depths_and_guesses_of_other_numbers_change_no_token(depths, guesses):
     given = guessing(model("keys and values", depths), drafts=guesses)
     assert texts(served(given, asks())) == plain_texts("keys and values", depths)
-    assert given.verified > 60
+    assert given.accepted > 10
 
 
 MESHES = [
