@@ -7,10 +7,13 @@ from dataclasses import replace
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
+from mjax.infer.drafting.multi_token import PredictedTokens
+from mjax.infer.drafting.repeated_texts import RepeatedTexts
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 
 DTYPES = "bfloat16", "float32", "float16"
+DRAFTERS = {"ngram": RepeatedTexts, "mtp": PredictedTokens}
 
 
 def require_decoder(cfg: ModelConfig) -> None:
@@ -60,7 +63,7 @@ def longest_window(cfg: ModelConfig) -> int | None:
     return None
 
 
-def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: int) -> None:
+def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None) -> None:
     """Raise `UserError` for options that an engine of this model does not have."""
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: give one of {', '.join(DTYPES)}")
@@ -75,10 +78,22 @@ def check_engine(cfg: ModelConfig, dtype: str, cache_dtype: str | None, drafts: 
             f"cache_dtype={cache_dtype}: model.layer_pattern={cfg.layer_pattern} caches no keys "
             "and values in pages, and its other caches keep their dtype; leave it out"
         )
+
+
+def check_drafts(cfg: ModelConfig, drafts: int, drafter: object) -> None:
+    """Raise `UserError` for guesses that an engine of this model does not have."""
     if drafts < 0 or (drafts and keeps_states(cfg)):
         raise UserError(
             f"drafts={drafts}: give 0 or more, and 0 for a model with recurrent layers, whose "
             "states do not go back before a wrong guess"
+        )
+    if isinstance(drafter, str) and drafter not in DRAFTERS:
+        raise UserError(f"speculative_method={drafter}: give one of {', '.join(DRAFTERS)}")
+    if drafter == "mtp" and not (drafts and cfg.num_nextn_predict_layers):
+        raise UserError(
+            f"speculative_method=mtp with num_speculative_tokens={drafts} and a model of "
+            f"{cfg.num_nextn_predict_layers} layers of multi-token prediction "
+            "(model.num_nextn_predict_layers): it needs some of both"
         )
 
 

@@ -17,6 +17,8 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.checks import (
+    DRAFTERS,
+    check_drafts,
     check_engine,
     check_request,
     ids_of,
@@ -25,12 +27,12 @@ from mjax.infer.checks import (
     longest_window,
     snapshots_of,
 )
+from mjax.infer.drafting.repeated_texts import Drafter
 from mjax.infer.grammar import GrammarMatcher, Grammars
 from mjax.infer.records import Request, RequestSample, RowWork, TokenUpdate, shown_tokens
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, token_rules
 from mjax.infer.sample import Draws, draws_of
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.repeated_texts import Drafter, RepeatedTexts
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.step_runner import TOP, Result, StepRunner
@@ -55,7 +57,7 @@ class Engine:
     donate: frees `params` while they are copied.
     drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
         between steps; it pays where few texts repeat themselves much.
-    drafter: guesses tokens; None: as texts repeat themselves.
+    drafter: guesses tokens; "ngram": as texts repeat themselves, "mtp": the model's own layers.
     adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
     """
 
@@ -77,7 +79,7 @@ class Engine:
         batch_invariant: bool = False,
         donate: bool = False,
         drafts: int = 0,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str = "ngram",
         adapters: Sequence[str] = (),
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
@@ -85,7 +87,8 @@ class Engine:
         Raises `UserError` for a model that the engine does not serve.
         """
         require_generator(cfg)
-        check_engine(cfg, dtype, cache_dtype, drafts)
+        check_engine(cfg, dtype, cache_dtype)
+        check_drafts(cfg, drafts, drafter)
         self.cfg, self.tokenizer, self.eos = cfg, tokenizer, tuple(eos)
         self.limits = limits = limits_of(cfg, limits, batch_invariant)
         self.runner = StepRunner(
@@ -101,6 +104,7 @@ class Engine:
             batch_invariant=batch_invariant,
             donate=donate,
             drafts=drafts,
+            depths=min(cfg.num_nextn_predict_layers, drafts) if drafter == "mtp" else 0,
             snapshots=snapshots_of(cfg, limits) if cache_prefixes else 0,
         )
         self.programs = self.runner.programs
@@ -109,7 +113,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._paused = self._sleeps = False
-        self._drafts, self._drafter = drafts, drafter or RepeatedTexts()
+        self._drafts = drafts
+        self._drafter = DRAFTERS[drafter]() if isinstance(drafter, str) else drafter
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
@@ -316,6 +321,7 @@ class Engine:
                 if not sample.has_ended:
                     text = self._push(result, place)
                     found.append(TokenUpdate(sample.request, sample, text))
+            sample.guesses = result.guesses
             self.verified += result.had_drafts
             self.accepted += len(result.kept) - 1
         return found

@@ -41,8 +41,9 @@ class LLM:
     max_num_prefill_tokens: tokens of prompts in a step; more delay other texts longer.
     kv_cache_dtype: fp8, or default the model's.
     quantization: fp8 rounds the weights of layers as they are loaded; default: none.
-    num_speculative_tokens: guessed in a row of a step where the text repeats itself; texts stay
-        as they are.
+    num_speculative_tokens: guessed in a row of a step; texts stay as they are.
+    speculative_method: ngram guesses where a text repeats itself, mtp by the model's own layers of
+        multi-token prediction.
     adapters: runs with adapters or folders of PEFT, by the name that requests give.
     max_loras: of adapters that may be there at a time, `slots` of max_lora_rank for them; None:
         those of `adapters` alone.
@@ -63,6 +64,7 @@ class LLM:
         quantization: str | None = None,
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
+        speculative_method: str = "ngram",
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int | None = None,
         max_lora_rank: int = 16,
@@ -83,7 +85,7 @@ class LLM:
             loaded = with_slots_filled(loaded, self.slots, folders)
         elif folders:
             loaded = with_stack(loaded, folders)
-        name = tokenizer or tokenizer_of(model)
+        name, most = tokenizer or tokenizer_of(model), loaded.cfg.max_position_embeddings
         self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
@@ -97,15 +99,14 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=(
-                    loaded.cfg.max_position_embeddings if max_model_len is None else max_model_len
-                ),
+                length=most if max_model_len is None else max_model_len,
                 queued=max_queued,
             ),
             cache_dtype=kv_cache_dtype,
             weight_dtype=quantization,
             cache_prefixes=enable_prefix_caching,
             drafts=num_speculative_tokens,
+            drafter=speculative_method,
             adapters=tuple(adapters or ()),
             donate=True,
         )

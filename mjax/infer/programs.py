@@ -10,7 +10,7 @@ own. Invariant: what a row gives depends on its record and its pages alone.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
-from mjax.infer.caches.paged import PAGE, PagedKeysValues, PagedLatents
-from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
+from mjax.infer.caches.paged import PAGE
+from mjax.infer.caches.slots import SlotStates
+from mjax.infer.caches.specs import PoolSizes, paged_specs
+from mjax.infer.drafting.multi_token import Guesser, RowEnds
 from mjax.infer.sample import (
     Drawn,
     DrawRows,
@@ -35,57 +35,39 @@ from mjax.infer.sample import (
     TokenCounts,
     draw_tokens,
     kept_drafts,
-    scored,
+    scored_in_parts,
 )
-from mjax.infer.weights import Form, memory_of, partitions_apart
+from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
-from mjax.models.attention.caches import KeysValues, Latents
-from mjax.models.attention.cross import SourceKeysValues
 from mjax.models.base.adapted import has_slots
-from mjax.models.base.branch import CacheSpec, branch_class
+from mjax.models.base.branch import CacheSpec
 from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
 from mjax.models.base.params import Definition
-from mjax.models.recurrent.recurrent_mixer import RecurrentCache
 from mjax.models.runtime.run import Caches
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards, parallel_of
 from mjax.sharding.rules import partition
 
-_LOGITS = 2**26  # fp32 numbers that scores of prompts make at a time
-_SPARE_MEMORY = 0.03  # of memory that caches leave free
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
 
 
-def record_dtype(width: int) -> np.dtype:
-    """A row of a step, 4 bytes a number.
+def record_dtype(sizes: PoolSizes) -> np.dtype:
+    """A row of a step, 4 bytes a number; its lists have the lengths in brackets.
 
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
     adapter: the slot of its adapter where the model has several, else 0.
     seed, index: of its noise. Settings of `Sampling`, by name.
+    following: tokens after the new ones, where it draws none, [depths]; 0: not known.
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
     names = "length", "count", "slot", "samples", "index", "adapter"
     numbers = [(name, "<i4") for name in names]
-    return np.dtype([*numbers, ("seed", "<u4"), *settings, ("table", "<i4", (width,))])
-
-
-class PoolSizes(NamedTuple):
-    """Sizes of one lane: pages, rows at a time, and pages of the longest row.
-
-    eight_bits: whether keys and values are cached in e4m3.
-    drafts: guessed tokens of a row that a step of decoding may verify.
-    snapshots: further slots of states, which prompts of an equal beginning go on from.
-    """
-
-    pages: int
-    rows: int
-    width: int
-    eight_bits: bool = False
-    drafts: int = 0
-    snapshots: int = 0
+    following = "following", "<i4", (sizes.depths,)
+    table = "table", "<i4", (sizes.width,)
+    return np.dtype([*numbers, ("seed", "<u4"), *settings, following, table])
 
 
 class StepTokens(NamedTuple):
@@ -121,76 +103,6 @@ class StepState(NamedTuple):
     counts: TokenCounts | None = None
 
 
-def paged_specs(cfg: ModelConfig, sizes: PoolSizes, tp: int) -> Caches:
-    """The caches of all layers as trees of `CacheSpec`, whose first axis is pages or slots.
-
-    Raises `UserError` for a branch whose cache does not lie in pages.
-    """
-    layers: Caches = []
-    for kind in cfg.layer_kinds:
-        if cfg.architecture.has_streams and not of_decoder(kind):
-            layers.append(None)
-            continue
-        layer = {}
-        for word in branches_of(kind):
-            of_layer, module = cfg.of_layer(kind), branch_class(word)
-            found = module.cache(of_layer, sizes.pages, PAGE, tp)
-            by_slot = of_layer, sizes.rows + 1, sizes.width * PAGE, tp
-            match found:
-                case SourceKeysValues():
-                    found = SlotSources(*module.cache(*by_slot))
-                case KeysValues() if cfg.position_embedding == "relative":
-                    found = SlotKeysValues(*module.cache(*by_slot))
-                case KeysValues():
-                    found = PagedKeysValues(*found)
-                    found = found.in_8_bits() if sizes.eight_bits else found
-                case Latents():
-                    found = PagedLatents(*found)
-                case RecurrentCache():
-                    slots = sizes.rows + 1 + sizes.snapshots
-                    found = SlotStates(*module.cache(of_layer, slots, PAGE, tp))
-                case None:
-                    pass
-                case _:
-                    raise UserError(
-                        f"model.layer_pattern={cfg.layer_pattern}: the engine does not serve "
-                        f"layers with {module.__name__}; run the model on whole texts"
-                    )
-            layer[BRANCHES[word].name] = found
-        layers.append(layer)
-    return layers
-
-
-def fitting_pages(
-    programs: "EnginePrograms", params: dict, largest: Sequence[tuple[int | None, int, dict | None]]
-) -> int:
-    """The pages of each lane that memory holds beside weights and the largest programs.
-
-    `largest`: of these programs, as `EnginePrograms.lowered` takes it. On a device that does not
-    say its memory, so many that all rows have a quarter of their length, and one has it all.
-    """
-    sizes, stats = programs.sizes, memory_of(params)
-    if not stats:
-        return 2 + max(sizes.rows * -(-sizes.width // 4), sizes.width)
-    one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
-    if one == two:  # all caches lie in slots
-        return 1 + sizes.rows * sizes.width
-    free = stats["bytes_limit"] - stats["bytes_in_use"] - one
-    scratch = 0
-    for size in largest:
-        memory = programs.lowered(params, *size).compile().memory_analysis()
-        scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
-    # As much again is for the compiler's trials and for holes between arrays.
-    spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]
-    pages = int((free - spare) // (two - one))
-    if pages < sizes.width + 2:
-        raise UserError(
-            f"{free / 1e9:.1f} GB of memory are left for caches and {scratch / 1e9:.1f} GB are "
-            "scratch: no text of full length fits; lower its length, or use more devices"
-        )
-    return pages
-
-
 @dataclass(frozen=True, eq=False)  # hashed by identity
 class EnginePrograms:
     """The jitted functions over what is static, and their compiled forms by size."""
@@ -217,7 +129,7 @@ class EnginePrograms:
     @functools.cached_property
     def specs(self) -> Caches:
         """The caches of one lane."""
-        return paged_specs(self.cfg, self.sizes, self.parallel.tp)
+        return paged_specs(self.cfg, self.sizes, PAGE, self.parallel.tp)
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
@@ -252,7 +164,7 @@ class EnginePrograms:
             given = StepTokens(drafts=np.zeros((rows_here, self.sizes.drafts), np.int32))
         else:
             given = StepTokens()
-        width = record_dtype(self.sizes.width).itemsize // 4
+        width = record_dtype(self.sizes).itemsize // 4
         records = np.zeros((rows_here, width), np.int32)
         return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
 
@@ -294,12 +206,13 @@ class EnginePrograms:
         return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
 
     @functools.cached_property
-    def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None]]:
+    def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None, jax.Array | None]]:
         """f(params, state, tokens, records, rules, *, draws), which takes the state.
 
         tokens: `StepTokens`. records: int32 [lanes * R, C], as `record_dtype` says.
         Returns the state, and for the host what was drawn for each record, with k drafts in its
-        1 + k places, and how likely each of `labels` is, [lanes * T].
+        1 + k places, how likely each of `labels` is, [lanes * T], and with `PoolSizes.depths`
+        guesses of what follows, int32 [lanes * R, k].
         """
         return jax.jit(self._step, static_argnames="draws", donate_argnames="state")
 
@@ -362,56 +275,93 @@ class EnginePrograms:
         states = self._states(state.counts is not None)
         weights = partitions_apart(self.definition.specs, self.parallel, self.form)
         partitions = weights, states, self.rows, self.rows, self.rows
-        outputs = states, PartitionSpec(), PartitionSpec()
+        outputs = states, PartitionSpec(), PartitionSpec(), PartitionSpec()
         return on_shards(function, self.mesh, partitions, outputs)(*inputs)
 
     def _on_lane(
         self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
-    ) -> tuple[StepState, Drawn, Scored | None]:
+    ) -> tuple[StepState, Drawn, Scored | None, jax.Array | None]:
         model = self.definition.bind(params, self.parallel)
-        row = fields_of_records(records, record_dtype(self.sizes.width))
+        row = fields_of_records(records, record_dtype(self.sizes))
         ids, info = self._tokens(state, tokens, row)
-        new = info.new
+        new, layers = info.new, len(self.cfg.layer_kinds)
         # Kernels of training have no mask for the keys of a source that lie in slots.
         kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
         ctx = Context(self.parallel, kernels=kernels)
-        x, _, caches = model.extend(ids, info, ctx, state.caches, tokens.inputs or {})
-        x, scores = x.reshape(-1, x.shape[-1]), None
+        held, of_depths = state.caches[:layers], state.caches[layers:]
+        x, _, caches = model.extend(ids, info, ctx, held, tokens.inputs or {})
+        x, scores, guesses = x.reshape(-1, x.shape[-1]), None, None
         if tokens.labels is not None:
             scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)
-        if new.each is None:
-            x = x[jnp.maximum(new.rows.starts[1:] - 1, 0)]
+        ends = jnp.maximum(new.rows.starts[1:] - 1, 0)
+        of_rows = x[ends] if new.each is None else x
         rows = self._draw_rows(state, row, rules, new.each or 1)
-        drawn = draw_tokens(model.logits(x, self.parallel), rows, draws)
-        token, counts = drawn.token, state.counts
+        drawn = draw_tokens(model.logits(of_rows, self.parallel), rows, draws)
+        last = jnp.arange(len(ends)) * (new.each or 1)  # of what was drawn for each row
         if tokens.drafts is not None:
-            each = token.reshape(-1, new.each)
-            accepted = kept_drafts(tokens.drafts, each)
-            token = jnp.take_along_axis(each, accepted[:, None], 1)[:, 0]
+            each = drawn.token.reshape(-1, new.each)
+            last += kept_drafts(tokens.drafts, each)
+        token, counts = drawn.token[last], state.counts
+        if self.sizes.depths:
+            guesser = self._guesser(params, ctx, row, rows, last, draws)
+            of_ends = self._row_ends(row, info, ends if new.each is None else last, token)
+            step = x, ids, info, of_ends
+            guesses, of_depths = guesser.guess(*step, of_depths, self.sizes.drafts)
         slot = jnp.where(row["samples"] == 1, row["slot"], self.sizes.rows)
         if draws.penalties:
             outputs = counts.outputs.at[slot, token].add(1)
             counts = replace(counts, outputs=outputs)
+        caches = [*caches, *of_depths]
         state = StepState(caches, state.last.at[slot].set(token), counts)
         axes = mesh_axes(self.rows)
         whole = functools.partial(self.parallel.all_gather, axes=axes, dim=0)
-        return state, *jax.tree.map(whole, (drawn, scores))
+        return state, *jax.tree.map(whole, (drawn, scores, guesses))
 
     def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array, top: int) -> Scored:
-        """How likely labels [T] are after x [T, D]; logits exist for a part of them at a time."""
-        tokens, width = x.shape
-        most = max(_LOGITS // self.cfg.vocab_size, 1)
-        size = math.gcd(tokens, 1 << (most.bit_length() - 1))
+        """How likely labels [T] are after x [T, D]."""
+        logits = functools.partial(model.logits, parallel=self.parallel)
+        return scored_in_parts(x, labels, top, logits, self.cfg.vocab_size)
 
-        def of_part(part: tuple[jax.Array, jax.Array]) -> Scored:
-            x, labels = part
+    @staticmethod
+    def _row_ends(row: dict, info: Tokens, last: jax.Array, token: jax.Array) -> RowEnds:
+        """The ends of rows, whose last tokens lie at flat places, and what was drawn there."""
+        position = info.positions.reshape(-1)[last]
+        is_row, draws = row["count"] > 0, row["samples"] == 1
+        return RowEnds(last, position, is_row, draws, token, row["following"])
+
+    def _guesser(
+        self,
+        params: dict,
+        ctx: Context,
+        row: dict[str, jax.Array],
+        rows: DrawRows,
+        places: jax.Array,
+        draws: Draws,
+    ) -> Guesser:
+        """Guesses tokens for the rows of a step, each after what was drawn at one of `places`.
+
+        A mask of allowed tokens is of one place, so guesses are without; the host knows more.
+        """
+        rows = replace(rows, counts=None, rules=replace(rows.rules, allowed=None))
+        rows = jax.tree.map(lambda x: x[places], rows)
+        draws = replace(draws, penalties=False, top=0)
+
+        def bind(info: Tokens) -> nnx.Module:
+            return self.definition.bind(params, self.parallel, slots=info.adapters)
+
+        def draw(x: jax.Array, number: int) -> jax.Array:
+            model = self.definition.bind(params, self.parallel)
             logits = model.logits(x, self.parallel)
-            return scored(logits, labels, top)
+            own = replace(rows, position=rows.position + number)
+            return draw_tokens(logits, own, draws).token
 
-        x = x.reshape(-1, size, width)
-        labels = labels.reshape(-1, size)
-        found = jax.lax.map(of_part, (x, labels))
-        return jax.tree.map(jnp.concatenate, found)
+        def at(position: jax.Array) -> Tokens:
+            count = len(position)
+            starts = jnp.arange(count + 1, dtype=jnp.int32)
+            paged = PagedRows(row["table"], position + 1, starts)
+            return self._facts(row, paged, (count, 1), None, 1)
+
+        return Guesser(bind, ctx, draw, at)
 
     def _tokens(
         self, state: StepState, tokens: StepTokens, row: dict[str, jax.Array]
@@ -434,14 +384,25 @@ class EnginePrograms:
             starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
             real = ends[-1:]
         rows = PagedRows(row["table"], lengths, starts)
-        of_token, position = tokens_of_rows(rows, ids.size)
+        return ids, self._facts(row, rows, ids.shape, real, each)
+
+    def _facts(
+        self,
+        row: dict[str, jax.Array],
+        rows: PagedRows,
+        shape: tuple[int, int],
+        real: jax.Array | None,
+        each: int | None,
+    ) -> Tokens:
+        """Facts about tokens of `rows`, as in `PagedTokens`."""
+        of_token, position = tokens_of_rows(rows, math.prod(shape))
         pages, places = places_of_tokens(rows, of_token, position, PAGE)
         new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        positions = jnp.maximum(position, 0).reshape(ids.shape)
-        info = replace(tokens_of(ids.shape, positions, jnp.ones_like(ids)), new=new)
+        positions = jnp.maximum(position, 0).reshape(shape)
+        info = replace(tokens_of(shape, positions, jnp.ones(shape, jnp.int32)), new=new)
         if has_slots(self.definition.specs):
-            info = replace(info, adapters=row["adapter"][of_token].reshape(ids.shape))
-        return ids, info
+            info = replace(info, adapters=row["adapter"][of_token].reshape(shape))
+        return info
 
     def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
         """The rows of `draw_tokens`, of each record `each` one after the other.

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.infer.programs import StepTokens, record_dtype
+from mjax.infer.programs import StepTokens
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, filled, row_rules
 from mjax.infer.sample import Drawn, Draws, RowRules, Scored
-from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 
 
@@ -39,7 +38,8 @@ class RequestSample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
-    penalties. adapter: the slot of its adapter, 0: none.
+    penalties. adapter: the slot of its adapter, 0: none. guesses: of its next tokens, by the
+    model's own layers.
     """
 
     request: Request
@@ -52,6 +52,7 @@ class RequestSample:
     table: tuple[int, int] = (0, 0)
     counted: int = 0
     adapter: int = 0
+    guesses: list[int] = field(default_factory=list)
 
     @property
     def may_draft(self) -> bool:
@@ -104,11 +105,13 @@ class Launched(NamedTuple):
     """A program in flight.
 
     drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
+    guesses: of the next tokens of each row, int32 [R, k], if the model's layers guess.
     version: of the weights. drafts: of the rows, int32 [R, k], or None.
     """
 
     drawn: Drawn
     scores: Scored | None
+    guesses: np.ndarray | None
     samples: dict[int, RequestSample]
     version: int
     drafts: np.ndarray | None
@@ -118,12 +121,11 @@ class Launched(NamedTuple):
 class Records:
     """The records of all slots of all lanes; the slot after all is of rows without work."""
 
-    def __init__(self, lanes: int, limits: Limits, width: int):
-        """`width`: pages of the longest row."""
-        self.dtype = record_dtype(width)
-        self.rows = limits.rows
-        self._of_slots = np.zeros((lanes, limits.rows + 1), self.dtype)
-        self._of_slots["slot"] = np.arange(limits.rows + 1)
+    def __init__(self, lanes: int, rows: int, dtype: np.dtype):
+        """`dtype`: as `record_dtype` gives it."""
+        self.rows = rows
+        self._of_slots = np.zeros((lanes, rows + 1), dtype)
+        self._of_slots["slot"] = np.arange(rows + 1)
 
     def write(self, work: Sequence[Sequence[RowWork]], rows: int) -> np.ndarray:
         """The records of a step for the work of each lane, int32 [lanes * rows, C]."""
@@ -149,6 +151,11 @@ class Records:
         own["count"] = [entry.count for entry in work]
         own["length"] = [entry.first + entry.count for entry in work]
         own["samples"] = [entry.samples for entry in work]
+        for record, entry in zip(own, work, strict=True):
+            if not entry.samples:
+                following = entry.sample.tokens.tokens[entry.first + entry.count :]
+                known = min(len(following), len(record["following"]))
+                record["following"][:known] = following[:known]
         return records.view(np.int32).reshape(rows, -1)
 
     def _update(self, lane: np.ndarray, sample: RequestSample) -> None:

@@ -10,7 +10,8 @@ before has left. It is the order of Hugging Face; vLLM applies min-p before top-
 differs only where top-p and min-p are both set.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from mjax.infer.sampling.noise import noise
 
 # The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
 _LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+_LOGITS = 2**26  # fp32 numbers that scores of prompts make at a time
 
 Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [R]
 
@@ -215,6 +218,28 @@ def scored(logits: jax.Array, token: jax.Array, top: int) -> Scored:
         return found
     ids = likeliest(logits, top)
     return found._replace(top_ids=ids, top_logprobs=jax.vmap(_log_prob, (None, 1), 1)(own, ids))
+
+
+def scored_in_parts(
+    x: jax.Array,
+    labels: jax.Array,
+    top: int,
+    logits: Callable[[jax.Array], jax.Array],
+    vocabulary: int,
+) -> Scored:
+    """How likely labels [T] are after x [T, D]; logits exist for a part of them at a time."""
+    tokens, width = x.shape
+    most = max(_LOGITS // vocabulary, 1)
+    size = math.gcd(tokens, 1 << (most.bit_length() - 1))
+
+    def of_part(part: tuple[jax.Array, jax.Array]) -> Scored:
+        x, labels = part
+        return scored(logits(x), labels, top)
+
+    x = x.reshape(-1, size, width)
+    labels = labels.reshape(-1, size)
+    found = jax.lax.map(of_part, (x, labels))
+    return jax.tree.map(jnp.concatenate, found)
 
 
 def _below_largest(logits: jax.Array) -> jax.Array:

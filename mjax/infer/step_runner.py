@@ -14,15 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.programs import (
-    CHUNKS,
-    EnginePrograms,
-    PoolSizes,
-    StepState,
-    StepTokens,
-    fitting_pages,
-)
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.programs import CHUNKS, EnginePrograms, StepState, StepTokens, record_dtype
 from mjax.infer.records import (
     Launched,
     Records,
@@ -41,10 +36,11 @@ from mjax.infer.records import (
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.weights import fit_twice, form_of, mesh_of, require_weights, take_apart
+from mjax.infer.weights import fit_twice, form_of, memory_of, mesh_of, require_weights, take_apart
 from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
 
+_SPARE_MEMORY = 0.03  # of memory that caches leave free
 TOP = 20  # likeliest tokens that a program gives if any are asked for
 Work = list[list[RowWork]]  # of each lane
 
@@ -53,6 +49,7 @@ class Result(NamedTuple):
     """The tokens of a sample that a step drew: those at places `kept` of `drawn`.
 
     version: of the weights. had_drafts: whether guesses were verified.
+    guesses: of the model's own layers, of the tokens after these.
     """
 
     sample: RequestSample
@@ -60,6 +57,7 @@ class Result(NamedTuple):
     kept: range
     version: int
     had_drafts: bool
+    guesses: list[int]
 
 
 class StepRunner:
@@ -86,6 +84,7 @@ class StepRunner:
         batch_invariant: bool,
         donate: bool,
         drafts: int,
+        depths: int,
         snapshots: int,
     ):
         self.definition, self._cfg, self._limits = definition, cfg, limits
@@ -100,12 +99,13 @@ class StepRunner:
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
-        sizes = PoolSizes(first, limits.rows, width, cache_dtype == "fp8", drafts, snapshots)
+        more = cache_dtype == "fp8", drafts, snapshots, depths
+        sizes = PoolSizes(first, limits.rows, width, *more)
         of_model = definition, cfg, mesh_of(params), self.dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form)
         if pages is None:
             self._fill_memory()
-        self.records = Records(self.programs.lanes, limits, width)
+        self.records = Records(self.programs.lanes, limits.rows, record_dtype(sizes))
         self._state: StepState | None = None  # taken when the first program is launched
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._warm, self._invariant = WarmPrograms(), batch_invariant
@@ -298,11 +298,42 @@ class StepRunner:
     def results(self, all_but: int) -> Iterator[Result]:
         """Yield the results of programs in flight but the last launched ones; waits for them."""
         while len(self.flying) > all_but:
-            drawn, scores, samples, version, drafts, work = self.flying.popleft()
-            drawn, scores = jax.tree.map(np.asarray, (drawn, scores))
+            *results, samples, version, drafts, work = self.flying.popleft()
+            drawn, scores, guesses = jax.tree.map(np.asarray, results)
             if scores is not None:
                 read_scores(work, scores)
             for place, sample in samples.items():
                 kept = kept_places(drawn.token, drafts, place)
                 had_drafts = drafts is not None and drafts[place, 0] >= 0
-                yield Result(sample, drawn, kept, version, had_drafts)
+                found = [] if guesses is None else guesses[place].tolist()
+                yield Result(sample, drawn, kept, version, had_drafts, found)
+
+
+def fitting_pages(
+    programs: EnginePrograms, params: dict, largest: Sequence[tuple[int | None, int, dict | None]]
+) -> int:
+    """The pages of each lane that memory holds beside weights and the largest programs.
+
+    `largest`: of these programs, as `EnginePrograms.lowered` takes it. On a device that does not
+    say its memory, so many that all rows have a quarter of their length, and one has it all.
+    """
+    sizes, stats = programs.sizes, memory_of(params)
+    if not stats:
+        return 2 + max(sizes.rows * -(-sizes.width // 4), sizes.width)
+    one, two = (programs.resized(sizes._replace(pages=n)).bytes_of_caches() for n in (2, 3))
+    if one == two:  # all caches lie in slots
+        return 1 + sizes.rows * sizes.width
+    free = stats["bytes_limit"] - stats["bytes_in_use"] - one
+    scratch = 0
+    for size in largest:
+        memory = programs.lowered(params, *size).compile().memory_analysis()
+        scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
+    # As much again is for the compiler's trials and for holes between arrays.
+    spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]
+    pages = int((free - spare) // (two - one))
+    if pages < sizes.width + 2:
+        raise UserError(
+            f"{free / 1e9:.1f} GB of memory are left for caches and {scratch / 1e9:.1f} GB are "
+            "scratch: no text of full length fits; lower its length, or use more devices"
+        )
+    return pages

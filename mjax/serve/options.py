@@ -40,8 +40,8 @@ class ServeOptions:
 # Arguments of `LLM` that an option gives as it is.
 _LLM_ARGUMENTS = tuple(
     """tokenizer tensor_parallel_size dtype max_model_len max_num_seqs max_num_prefill_tokens
-    kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens max_lora_rank
-    max_queued""".split()
+    kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens
+    speculative_method max_lora_rank max_queued""".split()
 )
 
 
@@ -152,8 +152,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-queued-requests", **to("max_queued"), default=1024)
     group.add_argument("--kv-cache-dtype", choices=["fp8"], help="default: the model's")
     group.add_argument("--quantization", choices=["fp8"], help="of weights, as they are loaded")
-    about = "tokens that are guessed where a text repeats itself"
+    about = "tokens of a text that a step guesses and verifies"
     group.add_argument("--num-speculative-tokens", **number, default=0, help=about)
+    about = "ngram: as texts repeat themselves; mtp: by layers of multi-token prediction"
+    methods = {"choices": ["ngram", "mtp"], "default": "ngram"}
+    group.add_argument("--speculative-method", **methods, help=about)
     about = "share the caches of equal beginnings"
     flag = argparse.BooleanOptionalAction
     group.add_argument("--enable-prefix-caching", action=flag, default=True, help=about)

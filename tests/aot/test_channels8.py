@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
-from mjax.infer.programs import EnginePrograms, PoolSizes
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.programs import EnginePrograms
 from mjax.kernels.fp8.channels import Channels8
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices

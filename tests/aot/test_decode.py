@@ -10,7 +10,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.programs import EnginePrograms, PoolSizes, StepTokens, record_dtype
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.programs import EnginePrograms, StepTokens, record_dtype
 from mjax.infer.sample import Draws, RowRules
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
@@ -43,7 +44,7 @@ def compiled_step(batch, draws=Draws()):  # noqa: B008 - frozen
     sizes = PoolSizes(PAGES, 64, 4)
     programs = EnginePrograms(definition, cfg, None, jnp.dtype("bfloat16"), sizes)
     state = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(programs._empty))
-    records = array((batch, record_dtype(sizes.width).itemsize // 4), jnp.int32)
+    records = array((batch, record_dtype(sizes).itemsize // 4), jnp.int32)
     with as_on(H200):
         lowered = programs.step.lower(params, state, StepTokens(), records, RowRules(), draws=draws)
         made = lowered.compile()

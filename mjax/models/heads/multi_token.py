@@ -1,10 +1,11 @@
 """Multi-token prediction: layers that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437).
 
 Depth k predicts token i + k + 1 at place i. Its layer reads the normed output of the depth before,
-first that of the model, and the embedding of token i + k. Embedding and head are the model's. Only
-training runs these layers. They belong to the edges of the model, as the head does. The last stage
-of a pipeline runs them. ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of
-the computation. Invariant: no prediction reaches over the end of its document.
+first that of the model, and the embedding of token i + k. Embedding and head are the model's.
+Training runs these layers, and the engine where they guess tokens (`infer/drafting/`). They belong
+to the edges of the model, as the head does. The last stage of a pipeline runs them. ZeRO gathers
+them once a step, and FP8 recipes leave them in the dtype of the computation. Invariant: no
+prediction reaches over the end of its document.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
-from mjax.models.base.branch import BranchOutput, Rope
+from mjax.models.base.branch import BranchOutput, LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, normal, specs_of, state_from
@@ -61,8 +62,9 @@ class PredictionLayer(nnx.Module):
         *,
         rope: Rope,
         layer: int,
+        cache: LayerCache | None = None,
     ) -> BranchOutput:
-        """The normed output [B, S/tp, D], and this device's shares of the block's statistics.
+        """The normed output [B, S/tp, D], this device's shares of statistics, the new cache.
 
         hidden [B, S/tp, D] is the normed output of the depth before, embedding [B, S/tp, D] that of
         the tokens that follow. `layer` is the number that keys the block's dropout. The layer keeps
@@ -75,7 +77,8 @@ class PredictionLayer(nnx.Module):
         def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
             own = nnx.merge(graph, state)
             x = own.join(hidden, embedding)
-            output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
+            options = {"kind": own.kind, "rope": rope, "layer": layer, "cache": cache}
+            output = own.block(x, tokens, ctx, **options)
             y = own.final_norm(output.y)
             return output._replace(y=y)
 
@@ -103,9 +106,16 @@ class MultiTokenParts:
 
     @jax.named_scope("mtp")
     def predict(
-        self, depth: int, x: jax.Array, tokens: jax.Array, info: Tokens, ctx: Context
+        self,
+        depth: int,
+        x: jax.Array,
+        tokens: jax.Array,
+        info: Tokens,
+        ctx: Context,
+        cache: LayerCache | None = None,
     ) -> BranchOutput:
-        """The normed output [B, S/tp, D] of a depth of multi-token prediction; its statistics.
+        """The normed output [B, S/tp, D] of a depth of multi-token prediction, and what a layer
+        gives besides.
 
         x [B, S/tp, D] is the normed output of the depth before. `tokens` int32 [B, S] are those
         that lie `depth` places ahead, `info` is about those of the model itself.
@@ -114,7 +124,7 @@ class MultiTokenParts:
         layer = getattr(self, f"mtp_{depth}")
         number = self.cfg.num_hidden_layers + depth - 1
         rope = self.rope(info, ctx)
-        return layer(x, embedding, info, ctx, rope=rope, layer=number)
+        return layer(x, embedding, info, ctx, rope=rope, layer=number, cache=cache)
 
 
 def as_edge(module: nnx.Module, prefix: str) -> nnx.Module:

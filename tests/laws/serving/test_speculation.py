@@ -8,11 +8,11 @@ import pytest
 
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
+from mjax.infer.drafting.repeated_texts import RepeatedTexts
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, RequestSample
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.repeated_texts import RepeatedTexts
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from mjax.infer.small_engine import DraftModel
 from tests.laws.serving.kinds import PAGE, VOCAB, Ask, make_engine, tokens_of, with_few_programs

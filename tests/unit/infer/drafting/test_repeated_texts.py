@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mjax.infer.scheduling.repeated_texts import RepeatedText
+from mjax.infer.drafting.repeated_texts import RepeatedText
 
 
 def by_search(tokens: list[int], most: int) -> list[int]:

@@ -13,9 +13,10 @@ from mjax.infer.scheduling.scheduler import Sequence as Tokens
 
 
 class TextInWork(Protocol):
-    """A text that is made, as `records.Sample`."""
+    """A text that is made, as `RequestSample`; `guesses` are of the model's own layers."""
 
     tokens: Tokens
+    guesses: list[int]
 
 
 class Drafter(Protocol):
