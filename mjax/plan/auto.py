@@ -367,7 +367,7 @@ def from_megatron(
 ) -> dict[str, int]:
     """Sizes in Megatron-LM's meaning -> ours. Megatron's dp = world / (tp pp cp) = our dp * ep.
 
-    Of whole experts (etp 1) its ep counts the devices of tp, too.
+    Its ep counts the devices of tp, too, where experts are whole (etp 1).
     Raises `UserError` where the sizes do not multiply or have no counterpart here.
     """
     if world % (tp * pp * cp):

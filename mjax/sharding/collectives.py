@@ -57,7 +57,7 @@ class Parallel:
 
     @property
     def expert_axes(self) -> ExpertAxes:
-        """Where experts lie. Where all tp devices have all tokens, none travels: each is cut."""
+        """The axes of experts; each is cut where all tp devices have all tokens, which then stay."""
         if self.folds_experts and self.cuts_sequence:
             return ExpertAxes(("ep", "tp"), ())
         return ExpertAxes(("ep",), ("tp",))

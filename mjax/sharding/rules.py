@@ -96,7 +96,7 @@ def partition(
 def rule_of(name: str, axes: Sequence[str | None], parallel: Parallel) -> tuple[str, ...]:
     """The mesh axes that split logical axis `name` of an array that has `axes`.
 
-    What divides experts does not cut each of them.
+    An axis that divides experts does not cut each of them.
     """
     if "experts" not in axes:
         return RULES[name]

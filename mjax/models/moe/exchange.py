@@ -1,7 +1,7 @@
 """The exchange of tokens: `send_tokens` to the devices of their experts, and the sums back.
 
 A group is the G devices over which experts lie: those of ep, and with `mesh.expert_tp=1` of ep and
-tp (`Parallel.expert_axes`). What travels are sequence parallelism's shards. `all_gather` sends
+tp (`Parallel.expert_axes`). Tokens travel as sequence parallelism cuts them. `all_gather` sends
 every token to every device of the group. `all_to_all` sends a token once to each device that holds
 one of its experts, in a fixed number of rows for each pair of devices. If any device of the group
 needs more rows, all of them gather instead, in that exchange: `lax.cond` on a flag that is summed
@@ -228,10 +228,13 @@ def scatter_sums(parallel: Parallel, y: jax.Array, rows: int, route: Route | Non
 
     `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
     """
-    width, group = y.shape[-1], group_size(parallel)
+    width = y.shape[-1]
+    group = group_size(parallel)
     if parallel.expert_axes.within:
-        y = parallel.scatter_seq(y.reshape(rows * group, -1, width))
-    y = sum_tokens(parallel, y.reshape(group, -1, width), route)
+        y = y.reshape(rows * group, -1, width)
+        y = parallel.scatter_seq(y)
+    y = y.reshape(group, -1, width)
+    y = sum_tokens(parallel, y, route)
     return y.reshape(rows, -1, width)
 
 
