@@ -57,7 +57,7 @@ class Parallel:
 
     @property
     def expert_axes(self) -> ExpertAxes:
-        """The axes of experts; each is cut where all tp devices have all tokens, which then stay."""
+        """The axes of experts. Tokens that all tp devices have do not travel: experts are cut."""
         if self.folds_experts and self.cuts_sequence:
             return ExpertAxes(("ep", "tp"), ())
         return ExpertAxes(("ep",), ("tp",))
