@@ -92,12 +92,15 @@ def test_meshes_agree_on_experts(recipe, cell, more):
 
 @slow
 @pytest.mark.parametrize(
-    "recipe, more", [("delayed", ("train.expert_exchange=all_to_all",)), ("current", (BIAS,))]
+    "recipe, cell, more",
+    [
+        ("delayed", Cell({"ep": 2, "tp": 2}, 3, 3), ("train.expert_exchange=all_to_all",)),
+        ("current", Cell({"tp": 2}, 0, 1), (BIAS,)),
+    ],
 )
-def test_meshes_agree_on_folded_experts(recipe, more):
+def test_meshes_agree_on_folded_experts(recipe, cell, more):
     of_model = [key for key in more if key.startswith("model")]
     want = one_device(recipe, EIGHT_BITS, *of_model, feature="experts")
-    cell = Cell({"ep": 2, "tp": 2}, 3, 3)
     agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="folded experts"), want)
 
 
