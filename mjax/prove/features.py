@@ -363,8 +363,7 @@ NAMES = {
     "lora, hybrid": "LoRA on Mamba-2, attention and experts",
     "dora": "DoRA",
     "folded experts": "whole experts over ep and tp, with a balance loss",
-    "folded, with all": "whole experts over ep and tp: DeepSeek-V3's router, a shared expert, a "
-    "latent space, capacity, biases, tokens by all-to-all",
+    "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
