@@ -32,7 +32,7 @@ from mjax.models.towers.tower_mesh import is_whole, row_axes, whole_specs
 from mjax.objectives.fields import further_lengths
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.mesh import on_shards
+from mjax.sharding.mesh import on_shards, parallel_of_run
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec, rounded_specs
 
@@ -67,7 +67,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     block = split(nnx.eval_shape(make_block))[0]
     layer = _Layer(block, kind, policy)
-    ctx = training_context(cfg, Parallel(**sizes), Documents(most=1))
+    ctx = training_context(cfg, parallel_of_run(cfg, sizes), Documents(most=1))
     shapes = stream_shapes(cfg, sizes, ctx)
     found: list[_Residuals] = []
 

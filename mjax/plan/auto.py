@@ -1,5 +1,5 @@
 """Every `auto` that is about memory: `mesh`, `mesh.zero`, `train.remat`,
-`train.micro_batch_size`, `optimizer.offload`; and why.
+`train.micro_batch_size`, `optimizer.offload`; and `mesh.expert_tp`; and why.
 
 Meshes go from the cheapest communication to the dearest: data parallelism with ZeRO-1, ZeRO-3,
 then tensor parallelism, then context parallelism (longer sequences than a device can hold), then
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mjax.config.rules.mesh_rules import mesh_sizes
+from mjax.config.rules.mesh_rules import NARROW_EXPERT, folds_experts, mesh_sizes
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
@@ -56,6 +56,8 @@ def resolve_auto(
     except UserError as error:
         smallest = _smallest_count(cfg, limit, specs)
         raise UserError(f"{error}; {smallest}" if smallest else str(error)) from None
+    cfg, line = choose_expert_tp(cfg)
+    why += [line] if line else []
     asked = cfg
     if cfg.mesh.zero == "auto":
         cfg, line = choose_zero(cfg, count, limit, specs, chip_of_kind(devices[0].device_kind))
@@ -111,6 +113,22 @@ def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple
         f"{least[0] / GB:.0f} GB ({_mesh_name(least[1])}); use more devices, a smaller "
         "train.micro_batch_size or train.remat=full"
     )
+
+
+def choose_expert_tp(cfg: Config) -> tuple[Config, str | None]:
+    """(`cfg` with mesh.expert_tp resolved, why); as it is where tp meets no experts."""
+    mesh, moe = cfg.mesh, cfg.model.moe
+    if mesh.expert_tp != "auto" or mesh.tp == 1 or not cfg.model.has_role("experts"):
+        return cfg, None
+    part = moe.moe_intermediate_size // mesh.tp
+    cut = f"tp={mesh.tp} cuts experts of {moe.moe_intermediate_size} to {part}"
+    if folds_experts(cfg.model, mesh):
+        expert_tp, why = 1, f"{cut}, too narrow, and divides them instead"
+    elif part < NARROW_EXPERT:
+        expert_tp, why = mesh.tp, f"{cut}; ep x tp does not divide {moe.num_experts} experts"
+    else:
+        expert_tp, why = mesh.tp, f"{cut}, wide enough"
+    return _with(cfg, "mesh", expert_tp=expert_tp), f"mesh: expert_tp={expert_tp}: {why}"
 
 
 def choose_zero(
@@ -318,7 +336,8 @@ def _is_legal(cfg: Config, devices: int | None = None) -> bool:
 
 def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     """Meshes to try, in order of preference."""
-    base = {"auto": False, "dp": "auto", "towers": cfg.mesh.towers}
+    asked = {"towers": cfg.mesh.towers, "expert_tp": cfg.mesh.expert_tp}
+    base = {"auto": False, "dp": "auto", **asked}
     experts = math.gcd(devices, cfg.model.moe.num_experts or 1)
     for shape in _mesh_shapes(devices):
         used = math.prod(shape.values())
@@ -348,19 +367,30 @@ def from_megatron(
 ) -> dict[str, int]:
     """Sizes in Megatron-LM's meaning -> ours. Megatron's dp = world / (tp pp cp) = our dp * ep.
 
+    Its ep counts the devices of tp, too, where experts are whole (etp 1).
     Raises `UserError` where the sizes do not multiply or have no counterpart here.
     """
     if world % (tp * pp * cp):
         raise UserError(f"world={world} is not divisible by tp*pp*cp={tp * pp * cp}; change one")
     dp = world // (tp * pp * cp)
-    if etp not in (None, tp) and ep > 1:
-        raise UserError(f"expert tensor parallelism {etp} differs from tp={tp}; only etp=tp exists")
+    expert_tp = tp if etp is None or ep == 1 else etp
+    if expert_tp not in (1, tp):
+        raise UserError(
+            f"expert tensor parallelism {etp} is neither 1 nor tp={tp}; set one of them"
+        )
+    if expert_tp < tp and ep % tp:
+        raise UserError(
+            f"Megatron's ep={ep} of whole experts is no multiple of tp={tp}; here they lie on all "
+            "of tp: choose one that is"
+        )
+    folded = {"expert_tp": 1} if expert_tp < tp else {}
+    ep = ep // tp if folded else ep
     if dp % ep:
         raise UserError(
             f"Megatron's dp={dp} is not divisible by ep={ep}; experts over tp or cp ranks have no "
             "counterpart here: lower ep, tp or cp"
         )
-    return {"dp": dp // ep, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    return {"dp": dp // ep, "tp": tp, "pp": pp, "cp": cp, "ep": ep} | folded
 
 
 # ---- for people ----------------------------------------------------------------------------------

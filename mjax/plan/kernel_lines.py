@@ -14,7 +14,7 @@ from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
 from mjax.objectives.objective import PaddedRows, objective_of
 from mjax.plan.activations import stream_shapes
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
-from mjax.sharding.collectives import Parallel
+from mjax.sharding.mesh import parallel_of_run
 
 
 def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
@@ -34,7 +34,7 @@ def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
         dtype=cfg.precision.compute,
         rows=rows,
         length=length,
-        parallel=Parallel(**sizes),
+        parallel=parallel_of_run(cfg, sizes),
         fp8=in_8_bits,
         fp8_experts=in_8_bits and cfg.precision.fp8_experts,
         experts=cfg.train.experts,
@@ -84,7 +84,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         for word in branches_of(kind):
             streams[word] = stream_of(kind)
     most = 0 if cfg.data.document_mask else 1
-    whole = training_context(cfg, Parallel(**sizes), Documents(most))
+    whole = training_context(cfg, parallel_of_run(cfg, sizes), Documents(most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
     rows_hold_one = isinstance(objective_of(cfg), PaddedRows) or texts_hold_one  # and then padding

@@ -26,7 +26,7 @@ from mjax.pipeline.schedule import make_schedule
 from mjax.pipeline.storage import storage_specs
 from mjax.plan.activations import Kept, kept
 from mjax.plan.execution import decide_execution, micro_batch_shape
-from mjax.sharding.collectives import Parallel
+from mjax.sharding.mesh import parallel_of_run
 from mjax.sharding.rules import ParamPlacement, place
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -141,7 +141,7 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     Uneven pipeline stages have slots for more layers than there are.
     """
     layout = layout_of(cfg) if sizes["pp"] > 1 else None
-    parallel = Parallel(**sizes)
+    parallel = parallel_of_run(cfg, sizes)
     stored = storage_specs(layout, specs)
     placement = place(stored, parallel, cfg.mesh.zero_stage, cfg.mesh.zero_group)
     found: list[ParamPlacement] = []

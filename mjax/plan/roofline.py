@@ -18,13 +18,14 @@ were not measured: 400 Gb/s a GPU is an assumption.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mjax.config.languages.layer_pattern import BRANCHES, modality_of
+from mjax.config.languages.layer_pattern import BRANCHES, modality_of, roles_of
+from mjax.config.rules.mesh_rules import folds_experts
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels.base.chooser import Device, believed
 from mjax.models.base.branch import KernelChoices, branch_class, model_heads
 from mjax.models.flops import branch_flops, flops_of_run, predicted_share, run_flops_by_part
-from mjax.models.moe.exchange import rows_per_peer
+from mjax.models.moe.exchange import group_size, rows_per_peer
 from mjax.models.moe.layer import experts_run, runs_all_experts
 from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import layout_of
@@ -34,6 +35,7 @@ from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
 from mjax.plan.kernel_lines import branch_kernels
 from mjax.plan.memory import WIDTH, Counts, counts_on_device, moment_bytes_on_device
+from mjax.sharding.mesh import parallel_of_run
 
 MEASURED_ON = "h200"  # the chip of all shares below
 NETWORK_GBS = 50.0  # of a GPU to other nodes: 400 Gb/s, an assumption
@@ -152,7 +154,8 @@ def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
     bf16 = chip.bf16_tflops * 1e12
     if runs_all_experts(branch_kernels(cfg, sizes)["experts"].name):
         return MATMUL.scaled(bf16)
-    width = cfg.model.moe.moe_intermediate_size / sizes["tp"]
+    cuts = 1 if folds_experts(cfg.model, cfg.mesh) else sizes["tp"]
+    width = cfg.model.moe.moe_intermediate_size / cuts
     filled = width / (width + EXPERT_WIDTH)
     if _multiplied_in_8_bits(cfg, sizes):
         return EXPERT_8.scaled(chip.details.fp8_tflops * 1e12 * filled)
@@ -167,12 +170,31 @@ def _multiplied_in_8_bits(cfg: Config, sizes: dict[str, int]) -> bool:
 
 
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
-    """The part of a device's tokens that goes to each other device of its ep group."""
-    if branch_kernels(cfg, sizes)["tokens over ep"].name == "all_gather":
+    """The part of a device's tokens that goes to each other device with experts."""
+    if branch_kernels(cfg, sizes)["tokens of experts"].name == "all_gather":
         return 1.0
     rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width // sizes["tp"]
-    return rows_per_peer(tokens, sizes["ep"], cfg.model.moe) / tokens
+    return rows_per_peer(tokens, _expert_group(cfg, sizes), cfg.model.moe) / tokens
+
+
+def _expert_group(cfg: Config, sizes: dict[str, int]) -> int:
+    """The devices over which the experts of a layer lie."""
+    return group_size(parallel_of_run(cfg, sizes))
+
+
+def _exchanges_over_tp(cfg: Config, sizes: dict[str, int]) -> float:
+    """Exchanges of a device's tokens over tp in a layer: 5 of each branch, a mean over layers.
+
+    Each is gathered and scattered each way, and gathered again. Experts that tp cuts have those of
+    their ep group, folded ones none of their own.
+    """
+    kinds = cfg.model.layer_kinds
+    share = sum("experts" in roles_of(kind) for kind in kinds) / len(kinds)
+    of_experts = 5 * sizes["ep"]
+    if folds_experts(cfg.model, cfg.mesh):
+        of_experts = 5 if cfg.model.moe.shared_expert_intermediate_size else 0
+    return 10 - 5 * share + of_experts * share
 
 
 def _compute(
@@ -335,8 +357,9 @@ def _exchanges(
         yield part("weights and gradients over dp", ("dp", "ep", "cp"), moved, hides)
     others = {axis: n - 1 for axis, n in sizes.items()}
     own = {axis: _share_of_own(cfg, axis) for axis in ("tp", "cp")}
-    if others["tp"]:  # two gathers and two scatters each way, two gathers again
-        moved = 10 * others["tp"] * activations * crossed * (1 - own["tp"])
+    if others["tp"]:
+        moved = others["tp"] * activations * crossed * (1 - own["tp"])
+        moved *= _exchanges_over_tp(cfg, sizes)
         yield part("activations over tp", ("tp",), moved, False)
     heads = model_heads(cfg.model)
     if others["cp"] and heads is not None:  # keys and values, and their gradients
@@ -344,9 +367,11 @@ def _exchanges(
         of_layer = 3 * others["cp"] * rows * width * pair * compute
         moved = of_layer * crossed * (1 - own["cp"])
         yield part("keys and values over cp", ("cp",), moved, True)
-    if others["ep"] and cfg.model.moe.num_experts:
-        moved = 4 * others["ep"] * activations * crossed * _share_sent(cfg, sizes)
-        yield part("tokens over ep", ("ep",), moved, False)
+    group = _expert_group(cfg, sizes)
+    if group > 1 and cfg.model.has_role("experts"):
+        moved = 4 * (group - 1) * activations * crossed * _share_sent(cfg, sizes)
+        over = parallel_of_run(cfg, sizes).expert_axes.over
+        yield part("tokens of experts", over, moved, False)
     if others["pp"]:
         chunks = execution.micro_batches * cfg.mesh.virtual_stages
         yield part("activations over pp", ("pp",), 2 * activations * chunks, True)

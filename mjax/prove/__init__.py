@@ -245,7 +245,8 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     keys |= {"mesh.zero": cell.zero, "mesh.cp_type": cell.cp_type}
     keys |= {"train.global_batch_size": cell.rows, "train.micro_batch_size": size}
     given = [f"{key}={value}" for key, value in keys.items()]
-    cfg = load(None, [*SMALL, *FEATURES[feature], *given, *overrides])
+    cut = f"mesh.expert_tp={mesh['tp']}"  # unless the feature folds them
+    cfg = load(None, [*SMALL, cut, *FEATURES[feature], *given, *overrides])
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: math.prod(mesh.values())]))
     trainer.init()
     if cfg.lora.rank:

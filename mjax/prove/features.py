@@ -309,6 +309,16 @@ ADAPTERS = {
 }
 for _name, (_feature, _keys) in ADAPTERS.items():
     FEATURES[_name] = [*FEATURES[_feature], "lora.rank=3", *_keys]
+# Whole experts over ep and tp.
+FEATURES["folded experts"] = [*EXPERTS, "mesh.expert_tp=1"]
+FEATURES["folded, with all"] = [
+    *FEATURES["routing"],
+    "mesh.expert_tp=1",
+    "train.expert_exchange=all_to_all",
+    "model.moe.capacity_factor=1.5",
+    "model.moe.latent_size=20",
+    "model.mlp_bias=true",
+]
 # Features in words, for the page.
 NAMES = {
     "dense": "a Llama-like model with grouped heads",
@@ -352,6 +362,8 @@ NAMES = {
     "lora, latent attention": "rsLoRA on latent attention",
     "lora, hybrid": "LoRA on Mamba-2, attention and experts",
     "dora": "DoRA",
+    "folded experts": "whole experts over ep and tp, with a balance loss",
+    "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {

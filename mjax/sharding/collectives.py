@@ -27,12 +27,24 @@ _LITTLE = 2**20  # elements; XLA exchanges the sums of smaller arrays together
 Axes = str | tuple[str, ...]
 
 
+class ExpertAxes(NamedTuple):
+    """The mesh axes of a layer's experts.
+
+    over: those that divide the experts; tokens travel along them. within: those that cut each one.
+    """
+
+    over: tuple[str, ...]
+    within: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Static sizes of the five mesh axes and the collectives over them.
 
     cuts_sequence: whether tp splits the tokens between blocks (sequence parallelism). If not, as in
         generation, whose steps have one token a row, every tp device has all of them.
+    folds_experts: whether tp divides experts, as ep does, instead of cutting each
+        (`mesh.expert_tp=1`).
     """
 
     pp: int = 1
@@ -41,6 +53,14 @@ class Parallel:
     cp: int = 1
     tp: int = 1
     cuts_sequence: bool = True
+    folds_experts: bool = False
+
+    @property
+    def expert_axes(self) -> ExpertAxes:
+        """The axes of experts. Tokens that all tp devices have do not travel: experts are cut."""
+        if self.folds_experts and self.cuts_sequence:
+            return ExpertAxes(("ep", "tp"), ())
+        return ExpertAxes(("ep",), ("tp",))
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Returns the given axes that have more than one device, in mesh order."""
@@ -50,9 +70,13 @@ class Parallel:
         """The number of devices along `axes` together."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    def index(self, axis: str) -> jax.Array | int:
-        """This device's number along an axis."""
-        return lax.axis_index(axis) if getattr(self, axis) > 1 else 0
+    def index(self, axes: Axes) -> jax.Array | int:
+        """This device's number along axes, outer to inner."""
+        number = 0
+        for axis in self._live_in_order(axes):
+            inner = lax.axis_index(axis)
+            number = inner if isinstance(number, int) else number * self.size(axis) + inner
+        return number
 
     def psum(self, x: jax.Array, *axes: str) -> jax.Array:
         """The sum over `axes`."""
@@ -86,11 +110,10 @@ class Parallel:
         shards = shards.reshape(*before, devices, x.shape[dim] // devices, *behind)
         return jnp.sum(shards, dim, dtype=dtype)
 
-    def all_to_all(self, x: jax.Array, axis: str, cut: int, joined: int) -> jax.Array:
-        """Exchange over `axis`: shard x in the dimension `cut` and make `joined` whole."""
-        if not self.live(axis):
-            return x
-        return lax.all_to_all(x, axis, cut, joined, tiled=True)
+    def all_to_all(self, x: jax.Array, axes: Axes, cut: int, joined: int) -> jax.Array:
+        """Exchange over `axes`: shard x in the dimension `cut` and make `joined` whole."""
+        axes = self._live_in_order(axes)
+        return lax.all_to_all(x, axes, cut, joined, tiled=True) if axes else x
 
     def all_gather_by_copies(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """`all_gather` as an all-to-all of copies of the shard.

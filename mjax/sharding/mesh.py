@@ -7,14 +7,14 @@ data-parallel size equals our dp * ep. A run is one process, or one for each nod
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.rules.mesh_rules import mesh_sizes
-from mjax.config.schema.run import MeshConfig
+from mjax.config.rules.mesh_rules import folds_experts, mesh_sizes
+from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import LostProcess, UserError, first_line
 from mjax.sharding.collectives import AXES, Parallel
 from mjax.sharding.processes.launcher import find_processes, gpus_of_process, launcher_variables
@@ -44,6 +44,12 @@ def tensor_parallel_mesh(devices: int, option: str) -> Mesh | None:
 def parallel_of(mesh: Mesh) -> Parallel:
     """The static handle of a mesh; axes it lacks have size 1."""
     return Parallel(**{axis: mesh.shape.get(axis, 1) for axis in AXES})
+
+
+def parallel_of_run(cfg: Config, sizes: Mapping[str, int]) -> Parallel:
+    """The static handle of a training run on a mesh of these sizes."""
+    axes = {axis: sizes.get(axis, 1) for axis in AXES}
+    return Parallel(**axes, folds_experts=folds_experts(cfg.model, cfg.mesh))
 
 
 def on_shards(function: Callable, mesh: Mesh | AbstractMesh, inputs, outputs) -> Callable:

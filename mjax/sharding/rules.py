@@ -44,7 +44,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "mlp": ("tp",),
-    "experts": ("ep",),
+    "experts": ("ep",),  # and tp where experts are folded: `rule_of`
     "router": (),
     "embed": (),
     "groups": ("tp",),
@@ -81,7 +81,7 @@ def partition(
     """
     entries: list[str | tuple[str, ...] | None] = []
     for dim, name in enumerate(axes):
-        live = parallel.live(*RULES[name]) if name else ()
+        live = parallel.live(*rule_of(name, axes, parallel)) if name else ()
         if live and shape is not None and shape[dim] % parallel.size(*live):
             if name not in REPLICABLE:
                 raise UserError(
@@ -91,6 +91,23 @@ def partition(
             live = ()
         entries.append(None if not live else live[0] if len(live) == 1 else live)
     return PartitionSpec(*entries)
+
+
+def rule_of(name: str, axes: Sequence[str | None], parallel: Parallel) -> tuple[str, ...]:
+    """The mesh axes that split logical axis `name` of an array that has `axes`.
+
+    An axis that divides experts does not cut each of them.
+    """
+    if "experts" not in axes:
+        return RULES[name]
+    over = parallel.expert_axes.over
+    return over if name == "experts" else tuple(axis for axis in RULES[name] if axis not in over)
+
+
+def tp_cuts(spec: ParamSpec, axes: Sequence[str | None], parallel: Parallel) -> bool:
+    """Whether tp cuts each matrix of a parameter along one of these axes of it."""
+    rules = [rule_of(name, spec.axes, parallel) for name in axes if name not in (None, "experts")]
+    return not spec.whole and any("tp" in rule for rule in rules)
 
 
 def held_groups(groups: int, heads: int, tp: int) -> int:

@@ -28,7 +28,7 @@ from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
 from mjax.plan.xla_options import fix_reduction_order
-from mjax.sharding.mesh import make_mesh, parallel_of, replicated
+from mjax.sharding.mesh import make_mesh, parallel_of_run, replicated
 from mjax.sharding.spec import freeze, require_named, rounded_specs
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
@@ -75,7 +75,7 @@ class Trainer:
             fix_reduction_order()
         self.cfg = cfg
         self.mesh = make_mesh(cfg.mesh, devices) if mesh is None else mesh
-        self.parallel = parallel_of(self.mesh)
+        self.parallel = parallel_of_run(cfg, self.mesh.shape)
         require_whole_blocks(self.specs, self.parallel)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         self.state_layout = state_layout(cfg, self.specs, self.mesh, self.parallel, self.layout)

@@ -12,10 +12,15 @@ from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.languages.pipeline_layout import assign_slots, stage_sizes
 from mjax.config.rules.rule import Rule, rule, rules_of, set_keys
 from mjax.config.schema.keys import value_of
+from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
 
 AXES = ("pp", "dp", "ep", "cp", "tp")  # outer to inner
+
+# An expert whose parts over tp would be narrower stays whole: grouped matmuls of a width F reach
+# F / (F + 300) of the widest ones' speed (plan/roofline.py).
+NARROW_EXPERT = 1024
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
@@ -37,6 +42,16 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
             "set mesh.dp=auto or start that many"
         )
     return {axis: dp if axis == "dp" else getattr(mesh, axis) for axis in AXES}
+
+
+def folds_experts(model: ModelConfig, mesh: MeshConfig) -> bool:
+    """Whether tp divides experts, as ep does, instead of cutting each of them."""
+    experts, width = model.moe.num_experts, model.moe.moe_intermediate_size
+    if mesh.tp == 1 or not model.has_role("experts"):
+        return False
+    if mesh.expert_tp != "auto":
+        return mesh.expert_tp == 1
+    return width < NARROW_EXPERT * mesh.tp and experts % (mesh.ep * mesh.tp) == 0
 
 
 def not_for_cudnn(c: Config) -> list[str]:
@@ -73,9 +88,12 @@ def _pipeline_keys(c: Config) -> list[str]:
 def _tp_divides(key: str, remedy: str) -> Rule:
     """tp divides the size under `key`, if a layer reads it; those of no branch are always read."""
     size = key.removeprefix("model.")
+    is_of_experts = key == "model.moe.moe_intermediate_size"
     owners = {word for word, branch in BRANCHES.items() if size in branch.sizes}
 
     def problems(c: Config) -> Iterator[str]:
+        if is_of_experts and folds_experts(c.model, c.mesh):
+            return
         if value_of(c, key) % c.mesh.tp and not (owners and c.model.branches.isdisjoint(owners)):
             yield f"`{key}` is not divisible by `mesh.tp`"
 
@@ -87,6 +105,21 @@ def tp_overlap_doubles(c: Config) -> Iterator[str]:
     if c.mesh.tp_overlap == "always" and c.mesh.tp & (c.mesh.tp - 1):
         yield (
             "`mesh.tp_overlap` exchanges with 1, 2, 4, .. devices, but `mesh.tp` is no power of two"
+        )
+
+
+@rule("set mesh.expert_tp=1, which leaves experts whole, or to the value of mesh.tp")
+def expert_tp_is_one_or_tp(c: Config) -> Iterator[str]:
+    if c.mesh.expert_tp not in ("auto", 1, c.mesh.tp):
+        yield "`mesh.expert_tp` would cut experts over a part of `mesh.tp`, which is not built"
+
+
+@rule("choose sizes that divide, or set mesh.expert_tp to the value of mesh.tp", every_size=True)
+def folded_experts_divide(c: Config) -> Iterator[str]:
+    if folds_experts(c.model, c.mesh) and c.model.moe.num_experts % (c.mesh.ep * c.mesh.tp):
+        yield (
+            "`model.moe.num_experts` is not divisible by `mesh.ep` x `mesh.tp`, over which "
+            "`mesh.expert_tp` lays them"
         )
 
 

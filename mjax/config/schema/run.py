@@ -53,6 +53,10 @@ class MeshConfig(Group):
     """Size of the inner groups of a2a_ring."""
     ep: UpTo20 = Field(1, ge=1)
     """Expert; also splits the batch."""
+    expert_tp: UpTo20 | Literal["auto"] = "auto"
+    """Devices that cut an expert: tp, or 1 for whole experts over ep x tp (docs/models/moe.md);
+    auto: 1 where tp would leave them narrow and divides them.
+    """
     towers: dict[Literal["vision", "audio"], dict[Literal["tp", "cp"], UpTo20]] = {}
     """Sizes of towers' own, 1 or the mesh's, e.g. {vision: {tp: 1, cp: 1}}: weights and items are
     whole, and the axes divide the items instead (docs/models/multimodal.md).

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.errors import UserError
 from mjax.kernels.nf4.values import BLOCK, GROUP, Nf4, dequantize, quantize
 from mjax.sharding.collectives import LOCAL, Parallel
-from mjax.sharding.rules import RULES, is_partly_read
+from mjax.sharding.rules import RULES, is_partly_read, tp_cuts
 from mjax.sharding.spec import ParamSpec
 
 MAGNITUDES_OF = "_nf4"  # ends the name of the entry that holds the magnitudes of a parameter
@@ -86,7 +86,7 @@ def _magnitudes_of(spec: ParamSpec) -> dict[str, ParamSpec]:
     blocks, outputs = _width(spec) // BLOCK, shape[lead + spec.inputs :]
     pair = outputs[:1] if _is_paired(spec) else ()
     groups = -(-math.prod(outputs[len(pair) :]) * blocks // GROUP)
-    of_blocks = axes[lead] if _is_cut(axes[lead : lead + 1]) else None
+    of_blocks = axes[lead] if "tp" in RULES.get(axes[lead], ()) else None
     of_matrices = (*axes[:lead], *("pair",) * len(pair))
 
     def frozen(shape: tuple[int, ...], axes: tuple[str | None, ...], held: str) -> ParamSpec:
@@ -109,7 +109,7 @@ def require_whole_blocks(specs: dict, parallel: Parallel) -> None:
                 f"lora.base=nf4: mesh.tp={parallel.tp} does not divide the heads of "
                 f"{'.'.join(path)}; choose a tp that does, or lora.base=compute"
             )
-        if _splits_inputs(spec):
+        if _splits_inputs(spec, parallel):
             _require_blocks(path, wide_spec(spec), parallel.tp)
 
 
@@ -136,14 +136,9 @@ def _is_paired(spec: ParamSpec) -> bool:
     return spec.output_axes[:1] == ("pair",)
 
 
-def _splits_inputs(spec: ParamSpec) -> bool:
+def _splits_inputs(spec: ParamSpec, parallel: Parallel) -> bool:
     """Whether tp cuts the inputs of a weight."""
-    return not spec.whole and _is_cut(spec.axes[spec.lead :][: spec.inputs])
-
-
-def _is_cut(axes: tuple[str | None, ...]) -> bool:
-    """Whether tp cuts an array along one of its axes."""
-    return any("tp" in RULES[axis] for axis in axes if axis)
+    return tp_cuts(spec, spec.axes[spec.lead :][: spec.inputs], parallel)
 
 
 # ---- arrays --------------------------------------------------------------------------------------
@@ -180,12 +175,12 @@ def value_of_base(params: dict[Path, jax.Array], path: Path, spec: ParamSpec) ->
 
 def weight_in_nf4(codes: jax.Array, magnitudes: dict, spec: ParamSpec, parallel: Parallel) -> Nf4:
     """A weight from the parts of it that a device holds, which lie as `spec` declares the codes."""
-    is_split = not spec.whole and _is_cut(spec.axes)
+    is_split = tp_cuts(spec, spec.axes, parallel)
     return Nf4(
         codes,
         **magnitudes,
         inputs=spec.inputs,
         paired=_is_paired(spec),
         split=parallel if is_split else LOCAL,
-        splits_inputs=_splits_inputs(spec),
+        splits_inputs=_splits_inputs(spec, parallel),
     )

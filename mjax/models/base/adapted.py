@@ -23,7 +23,7 @@ from mjax.kernels.nf4.parameters import MAGNITUDES_OF, nf4_specs, weight_in_nf4
 from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight
 from mjax.sharding.collectives import LOCAL, Parallel
-from mjax.sharding.rules import RULES
+from mjax.sharding.rules import tp_cuts
 from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
 
 OF_PEFT = " (PEFT's q_proj is q; k_proj, v_proj are kv; gate_proj, up_proj up; o_proj attn_proj)"
@@ -257,7 +257,7 @@ def _with_adapter(
 ) -> WeightOrArray:
     """A weight with its adapter; of a table the sum."""
     inputs, outputs = spec.axes[spec.lead : spec.lead + spec.inputs], spec.output_axes
-    is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
+    is_split = tp_cuts(spec, inputs, parallel)
     dropout, rate = None, of_adapter["b"].dropout
     if places is not None and rate and spec.matmul:
         number = zlib.crc32("/".join(spec.hf).encode())  # the same on every mesh

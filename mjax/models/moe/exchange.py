@@ -1,12 +1,14 @@
-"""The exchange of tokens over ep: `send_tokens` to the devices of their experts, and the sums back.
+"""The exchange of tokens: `send_tokens` to the devices of their experts, and the sums back.
 
-`all_gather` sends every token to every device of the group. `all_to_all` sends a token once to each
-device that holds one of its experts, in a fixed number of rows for each pair of devices. If any
-device of the group needs more rows, all of them gather instead, in that exchange: `lax.cond` on a
-flag that is summed over the group. So no token is lost. Both leave tokens in equal places, so what
-follows knows of neither. Tokens travel in the dtype of the computation, or in 8 bits
-(`matmuls_fp8.py`), sums in the former. Invariant: each exchange is
-the transpose of the other, and the result is that of `all_gather`.
+A group is the G devices over which experts lie: those of ep, and with `mesh.expert_tp=1` of ep and
+tp (`Parallel.expert_axes`). Tokens travel as sequence parallelism cuts them. `all_gather` sends
+every token to every device of the group. `all_to_all` sends a token once to each device that holds
+one of its experts, in a fixed number of rows for each pair of devices. If any device of the group
+needs more rows, all of them gather instead, in that exchange: `lax.cond` on a flag that is summed
+over the group. So no token is lost. Both leave tokens in equal places, so what follows knows of
+neither. Tokens travel in the dtype of the computation, or in 8 bits (`matmuls_fp8.py`), sums in the
+former. Invariant: each exchange is the transpose of the other, and the result is that of
+`all_gather`.
 """
 
 import functools
@@ -28,11 +30,11 @@ ROWS_TOGETHER = 8
 
 
 class Route(NamedTuple):
-    """Places of a device's T tokens in an all-to-all over ep devices, in P rows each.
+    """Places of a device's T tokens in an all-to-all over a group of G devices, in P rows each.
 
-    sent int32 [ep, P]: the token in each row to a device; T where there is none.
-    rows int32 [T, ep]: the row of each token to a device; P where it does not go there.
-    tokens int32 [ep, P], received int32 [ep, T]: the same of the rows that come from each device.
+    sent int32 [G, P]: the token in each row to a device; T where there is none.
+    rows int32 [T, G]: the row of each token to a device; P where it does not go there.
+    tokens int32 [G, P], received int32 [G, T]: the same of the rows that come from each device.
     fits: bool [], equal in the group: all rows suffice.
     """
 
@@ -43,12 +45,17 @@ class Route(NamedTuple):
     fits: jax.Array
 
 
-def rows_per_peer(tokens: int, ep: int, moe: MoeConfig) -> int:
-    """The rows of an all-to-all from one device of `tokens` tokens to another of its ep group.
+def group_size(parallel: Parallel) -> int:
+    """The devices over which the experts of a layer lie."""
+    return parallel.size(*parallel.expert_axes.over)
+
+
+def rows_per_peer(tokens: int, group: int, moe: MoeConfig) -> int:
+    """The rows of an all-to-all from one device of `tokens` tokens to another of its group.
 
     Balanced routing sends a token to a device with the chance that one of its k experts is there.
     """
-    elsewhere = (1 - 1 / ep) ** moe.num_experts_per_tok
+    elsewhere = (1 - 1 / group) ** moe.num_experts_per_tok
     share = min(1 - elsewhere, moe.topk_group / moe.n_group if moe.n_group > 1 else 1.0)
     rows = math.ceil(tokens * share * ROOM)
     rows = -(-rows // ROWS_TOGETHER) * ROWS_TOGETHER
@@ -59,14 +66,14 @@ def choose_expert_exchange(
     asked: str,
     tokens: int,
     width: int,
-    ep: int,
+    group: int,
     moe: MoeConfig,
 ) -> Choice:
-    """`all_gather` or `all_to_all` for `tokens` of `width` bytes on each device."""
+    """`all_gather` or `all_to_all` for `tokens` of `width` bytes on each of a group's devices."""
     if asked != "auto":
         return Choice(asked, "train.expert_exchange asks for it")
-    rows = rows_per_peer(tokens, ep, moe)
-    saved = (ep - 1) * (tokens - rows) * width
+    rows = rows_per_peer(tokens, group, moe)
+    saved = (group - 1) * (tokens - rows) * width
     what = f"an all-to-all sends {rows:,} rows to a device instead of {tokens:,}"
     if 2 * rows > tokens or saved < LEAST_SAVED:
         return Choice("all_gather", f"{what}: too little is saved")
@@ -82,15 +89,16 @@ def make_route(
 ) -> Route:
     """The route of tokens whose experts are `mine` int32 [T, k].
 
-    `experts` int32 [ep, T, k] are those of the whole group; each device holds `held` experts.
+    `experts` int32 [G, T, k] are those of the whole group; each device holds `held` experts.
     """
-    peers = jnp.arange(parallel.ep, dtype=jnp.int32)
+    over = parallel.expert_axes.over
+    peers = jnp.arange(parallel.size(*over), dtype=jnp.int32)
     goes = jnp.any(mine[:, :, None] // held == peers, 1)
-    comes = jnp.any(experts // held == parallel.index("ep"), 2)
+    comes = jnp.any(experts // held == parallel.index(over), 2)
     places = _numbered(goes, 0)
     needed = goes.sum(0).max()
     overflows = (needed > rows).astype(jnp.int32)
-    fits = parallel.psum(overflows, "ep") == 0
+    fits = parallel.psum(overflows, *over) == 0
     received = jnp.where(comes, _numbered(comes, 1), rows)
     places = jnp.where(goes, places, rows)
     return Route(
@@ -108,7 +116,7 @@ def _numbered(mask: jax.Array, axis: int) -> jax.Array:
 
 
 def _first_rows(mask: jax.Array, rows: int) -> jax.Array:
-    """The places of the first `rows` True of each line of [ep, T]; T where there are fewer."""
+    """The places of the first `rows` True of each line of [G, T]; T where there are fewer."""
     tokens = mask.shape[1]
     place = jnp.where(mask, jnp.arange(tokens, dtype=jnp.int32), tokens)
     return jnp.sort(place, axis=1)[:, :rows]
@@ -116,24 +124,25 @@ def _first_rows(mask: jax.Array, rows: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def send_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
-    """[ep, T, D]: the tokens of each device of the group, from this device's x [T, D].
+    """[G, T, D]: the tokens of each device of the group, from this device's x [T, D].
 
     Without a route it has all tokens, else those that have an expert here, and zeros.
     """
 
     if route is None:
         return _gather_all(parallel, x, None)
+    exchange = functools.partial(_exchange_rows, parallel)
     gather = functools.partial(_gather_all, parallel)
-    return lax.cond(route.fits, _exchange_rows, gather, x, route)
+    return lax.cond(route.fits, exchange, gather, x, route)
 
 
 def _gather_all(parallel: Parallel, x: jax.Array, _: Route | None) -> jax.Array:
-    return parallel.all_gather(x[None], "ep", 0)
+    return parallel.all_gather(x[None], parallel.expert_axes.over, 0)
 
 
-def _exchange_rows(x: jax.Array, route: Route) -> jax.Array:
+def _exchange_rows(parallel: Parallel, x: jax.Array, route: Route) -> jax.Array:
     sent = _rows_at(x, route.sent)
-    rows = lax.all_to_all(sent, "ep", 0, 0, tiled=True)
+    rows = parallel.all_to_all(sent, parallel.expert_axes.over, 0, 0)
     return jax.vmap(_rows_at)(rows, route.received)
 
 
@@ -152,21 +161,22 @@ def _send_backward(parallel, route, d):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_tokens(parallel: Parallel, y: jax.Array, route: Route | None) -> jax.Array:
-    """[T, D]: the sums over the group, from this device's part y [ep, T, D] of each."""
+    """[T, D]: the sums over the group, from this device's part y [G, T, D] of each."""
 
     if route is None:
         return _scatter_all(parallel, y, None)
+    exchange = functools.partial(_sum_rows, parallel)
     scatter = functools.partial(_scatter_all, parallel)
-    return lax.cond(route.fits, _sum_rows, scatter, y, route)
+    return lax.cond(route.fits, exchange, scatter, y, route)
 
 
 def _scatter_all(parallel: Parallel, y: jax.Array, _: Route | None) -> jax.Array:
-    return parallel.reduce_scatter(y, "ep", 0)[0]
+    return parallel.reduce_scatter(y, parallel.expert_axes.over, 0)[0]
 
 
-def _sum_rows(y: jax.Array, route: Route) -> jax.Array:
+def _sum_rows(parallel: Parallel, y: jax.Array, route: Route) -> jax.Array:
     parts = jax.vmap(_rows_at)(y, route.tokens)
-    rows = lax.all_to_all(parts, "ep", 0, 0, tiled=True)
+    rows = parallel.all_to_all(parts, parallel.expert_axes.over, 0, 0)
     rows_of_tokens = jax.vmap(_rows_at, out_axes=1)
     parts_of_tokens = rows_of_tokens(rows, route.rows.T)
     sums = jnp.sum(parts_of_tokens, 1, dtype=jnp.float32)
@@ -193,13 +203,23 @@ def has_gathered(route: Route | None) -> jax.Array:
 
 
 def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
-    """[T, D]: the tokens of the group in the order of [B*ep, S], from this device's [B, S/tp, D].
+    """[T, D]: the tokens of the group, in `whole_tokens`' order, from this device's [B, S/tp, D].
 
     After an all-to-all, tokens without an expert here are zero.
     """
     _, columns, width = x.shape
     sent = send_tokens(parallel, x.reshape(-1, width), route)
-    sent = parallel.gather_seq(sent.reshape(-1, columns, width))
+    return whole_tokens(parallel, sent, columns)
+
+
+def whole_tokens(parallel: Parallel, sent: jax.Array, columns: int) -> jax.Array:
+    """[G, B*S/tp, W] of a group -> [T, W]: with tokens of all devices that cut its experts.
+
+    In the order of [G*B, S], or of [G*B, S/tp] where none does. `columns` is S/tp.
+    """
+    width = sent.shape[-1]
+    if parallel.expert_axes.within:
+        sent = parallel.gather_seq(sent.reshape(-1, columns, width))
     return sent.reshape(-1, width)
 
 
@@ -209,8 +229,12 @@ def scatter_sums(parallel: Parallel, y: jax.Array, rows: int, route: Route | Non
     `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
     """
     width = y.shape[-1]
-    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
-    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
+    group = group_size(parallel)
+    if parallel.expert_axes.within:
+        y = y.reshape(rows * group, -1, width)
+        y = parallel.scatter_seq(y)
+    y = y.reshape(group, -1, width)
+    y = sum_tokens(parallel, y, route)
     return y.reshape(rows, -1, width)
 
 
@@ -222,12 +246,12 @@ def route_of(
     ctx: Context,
 ) -> Route | None:
     """The route of x [T, D] (`make_route`), or None where tokens are gathered."""
-    ep, (tokens, width) = ctx.parallel.ep, x.shape
-    if ep == 1:
+    group, (tokens, width) = group_size(ctx.parallel), x.shape
+    if group == 1:
         return None
     size = width * x.dtype.itemsize
     asked = ctx.kernels.expert_exchange
-    if choose_expert_exchange(asked, tokens, size, ep, moe).name == "all_gather":
+    if choose_expert_exchange(asked, tokens, size, group, moe).name == "all_gather":
         return None
-    held = moe.num_experts // ep
-    return make_route(experts, mine, rows_per_peer(tokens, ep, moe), held, ctx.parallel)
+    held = moe.num_experts // group
+    return make_route(experts, mine, rows_per_peer(tokens, group, moe), held, ctx.parallel)

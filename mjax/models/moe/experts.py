@@ -2,10 +2,11 @@
 
 Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
 together, and grouped matmuls multiply each row by the weights of its expert. Pairs of an expert
-number that no device holds, which are dropped, have no row. Over ep every device gets the tokens of
-its group, works on the pairs of the experts that it holds (`passes.py`), and scatters the
-sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
-all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
+number that no device holds, which are dropped, have no row. Over ep, and tp where it divides
+experts (`Parallel.expert_axes`), every device gets the tokens of its group, works on the pairs of
+the experts that it holds (`passes.py`), and scatters the sums back (`exchange.py`). `every_expert`
+is the oracle: it runs all experts on all tokens. Invariant: the result depends on neither the mesh
+nor the order of pairs.
 """
 
 import functools
@@ -22,7 +23,15 @@ from mjax.models.base.context import Context
 from mjax.models.base.weight import Weight, read_value
 from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
-from mjax.models.moe.exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
+from mjax.models.moe.exchange import (
+    Route,
+    gather_tokens,
+    group_size,
+    has_gathered,
+    route_of,
+    scatter_sums,
+    whole_tokens,
+)
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_adapters import adapter_down, adapter_up, values_of_experts
 from mjax.models.moe.expert_matmuls import bias_of_rows, multiply_down, multiply_up
@@ -35,7 +44,7 @@ from mjax.sharding.collectives import Parallel
 class ExpertWeights(NamedTuple):
     """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
 
-    up_bias [E/ep, (2,) F/tp] and down_bias [E/ep, D], or None.
+    up_bias [E/ep, (2,) F/tp] and down_bias [E/ep, D], or None. Folded, E/ep/tp are held, whole.
     """
 
     up: Weight
@@ -54,7 +63,7 @@ class ExpertWeights(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
+    """The tokens of a group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
 
     x is None before they came. route: how they come, if not all of them do.
     """
@@ -112,7 +121,7 @@ def _run_experts(
     kernel = choose("experts", x.dtype, shape, **facts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
-    first = parallel.index("ep") * held
+    first = parallel.index(parallel.expert_axes.over) * held
     dispatch = None
     if kernel != "loop":
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
@@ -130,7 +139,8 @@ def _run_experts(
         y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
-        y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
+        cuts = parallel.size(*parallel.expert_axes.within)
+        y = y + (gates.astype(y.dtype) @ weights.down_bias) / cuts
     y = scatter_sums(parallel, y, x.shape[0], routed.route)
     return ExpertSums(y, has_gathered(routed.route))
 
@@ -174,7 +184,7 @@ def _rows_of_pass(
     most = len(dispatch.pairs)
     if expert.kernel == "batched":  # its experts have places of their own
         return most
-    return rows_of_pass(routed.experts.size, most, parallel.ep)
+    return rows_of_pass(routed.experts.size, most, group_size(parallel))
 
 
 def dispatch_of(
@@ -201,7 +211,7 @@ def dispatch_of(
 
 
 def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
-    """The routing of the ep group's tokens, in the order of [B*ep, S], from a device's own.
+    """The routing of the group's tokens, in the order of `whole_tokens`, from a device's own.
 
     x is [B, S/tp, D].
     """
@@ -210,22 +220,16 @@ def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context
     k = routing.experts.shape[-1]
 
     def of_group(field: jax.Array) -> jax.Array:
-        """[B, S/tp, k] -> [ep, B*S/tp, k]."""
+        """[B, S/tp, k] -> [G, B*S/tp, k]."""
         own = field.reshape(1, -1, k)
-        return parallel.all_gather(own, "ep", 0)
-
-    def whole(field: jax.Array) -> jax.Array:
-        """[ep, B*S/tp, k] -> [ep*B*S, k]."""
-        rows = field.reshape(-1, columns, k)
-        return parallel.gather_seq(rows).reshape(-1, k)
+        return parallel.all_gather(own, parallel.expert_axes.over, 0)
 
     experts = of_group(routing.experts)
     tokens = x.reshape(-1, width)
     own_experts = routing.experts.reshape(-1, k)
     route = route_of(tokens, experts, own_experts, cfg.moe, ctx)
-    gates = of_group(routing.gates)
-    gates = whole(gates)
-    return RoutedTokens(None, whole(experts), gates, route)
+    gates = whole_tokens(parallel, of_group(routing.gates), columns)
+    return RoutedTokens(None, whole_tokens(parallel, experts, columns), gates, route)
 
 
 def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:

@@ -22,7 +22,7 @@ from mjax.models.base.tensor_parallel import local_product
 from mjax.models.base.weight import weight_of
 from mjax.models.feedforward.mlp import MLP, passes_of_activation, up_axes, up_names
 from mjax.models.moe.capacity import expert_capacity, within_capacity
-from mjax.models.moe.exchange import choose_expert_exchange
+from mjax.models.moe.exchange import choose_expert_exchange, group_size
 from mjax.models.moe.expert_statistics import see_experts
 from mjax.models.moe.experts import ExpertSums, ExpertWeights, run_experts
 from mjax.models.moe.router import (
@@ -181,22 +181,23 @@ class MoE(BranchModule):
 
     @staticmethod
     def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
-        """The kernel of a device's experts, and the exchange of tokens over ep."""
+        """The kernel of a device's experts, and the exchange of their tokens."""
         moe, parallel = cfg.moe, work.parallel
-        held = moe.num_experts // parallel.ep
+        group, cuts = group_size(parallel), parallel.size(*parallel.expert_axes.within)
+        held = moe.num_experts // group
         tokens = work.rows * work.length
         pairs = tokens * parallel.ep * min(moe.num_experts_per_tok, held)
-        shape = pairs, held, cfg.expert_width, moe.moe_intermediate_size // parallel.tp
+        shape = pairs, held, cfg.expert_width, moe.moe_intermediate_size // cuts
         facts = {
             "asked": work.experts,
             "has_capacity": moe.capacity_factor is not None,
             "eight_bits": work.fp8_experts,
         }
         found = {"experts": choose("experts", work.dtype, shape, **facts)}
-        if parallel.ep > 1:
+        if group > 1:
             width = cfg.expert_width * jnp.dtype(work.dtype).itemsize
-            sent = work.expert_exchange, tokens // parallel.tp, width, parallel.ep
-            found["tokens over ep"] = choose_expert_exchange(*sent, moe)
+            sent = work.expert_exchange, tokens // parallel.tp, width, group
+            found["tokens of experts"] = choose_expert_exchange(*sent, moe)
         return found
 
     @classmethod

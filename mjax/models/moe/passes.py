@@ -1,7 +1,7 @@
-"""Experts over ep in passes: each takes a bounded number of rows, so memory is bounded, too.
+"""Experts of a group in passes: each takes a bounded number of rows, so memory is bounded, too.
 
-A device of ep may get all pairs of its group, but about 1 / ep of them come. Room for all of them
-would be ep times what is used, in what a layer keeps and in every pass over its rows. So there is
+A device may get all pairs of its group of G devices, but about 1 / G of them come. Room for all
+would be G times what is used, in what a layer keeps and in every pass over its rows. So there is
 room for `ROOM` times the balanced rows. A device that meets more takes another pass, and one more,
 until it has done all; no other device waits for anything but the sums. Only the first pass keeps
 its rows for the backward; later ones make theirs again. Invariant: the result is that of one pass
@@ -48,13 +48,13 @@ class Operands(NamedTuple):
     bias: jax.Array | None
 
 
-def rows_of_pass(pairs: int, most: int, ep: int) -> int:
-    """The rows of a pass, of `pairs` of the ep group; `most` can come to a device.
+def rows_of_pass(pairs: int, most: int, group: int) -> int:
+    """The rows of a pass, of `pairs` of a group of devices; `most` can come to each.
 
     They are `most` where fewer would not save half of it.
     """
     together = math.gcd(most, ROWS_ALIGNED)
-    rows = math.ceil(pairs / ep * ROOM / together) * together
+    rows = math.ceil(pairs / group * ROOM / together) * together
     return rows if 2 * rows <= most else most
 
 

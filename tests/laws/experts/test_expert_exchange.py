@@ -33,43 +33,49 @@ ROUTINGS = {
     "empty experts": (np.tile([[0], [NONE]], (EP * T // 2, 1)), True),
     "none goes anywhere": (np.full((EP * T, 2), NONE), True),
 }
-MESH = Mesh(np.array(jax.devices()[:EP]), ("ep",))
-PARALLEL = Parallel(ep=EP)
+OVER_EP = Parallel(ep=EP)
+FOLDED = Parallel(ep=EP // 2, tp=2, folds_experts=True)
 
 
-def exchanged(experts, x, y, d_sent, d_sums, rows):
+def exchanged(parallel, experts, x, y, d_sent, d_sums, rows):
     """(sent, the gradient of x, sums, the gradient of y, whether rows suffice) of all devices.
 
     All are split by device. `rows` None: tokens are gathered.
     """
+    over = parallel.expert_axes.over
 
     def local(experts, x, y, d_sent, d_sums):
-        group = PARALLEL.all_gather(experts[None], "ep", 0)
+        group = parallel.all_gather(experts[None], over, 0)
         route = None
         if rows is not None:
-            route = make_route(group, experts, rows, HELD, PARALLEL)
-        here = jnp.any(group // HELD == PARALLEL.index("ep"), 2)[..., None]
+            route = make_route(group, experts, rows, HELD, parallel)
+        here = jnp.any(group // HELD == parallel.index(over), 2)[..., None]
         # What has no expert here is neither read nor made.
-        sent, send_vjp = jax.vjp(lambda x: here * send_tokens(PARALLEL, x, route), x)
-        sums, sum_vjp = jax.vjp(lambda y: sum_tokens(PARALLEL, here * y, route), y)
+        sent, send_vjp = jax.vjp(lambda x: here * send_tokens(parallel, x, route), x)
+        sums, sum_vjp = jax.vjp(lambda y: sum_tokens(parallel, here * y, route), y)
         fits = jnp.bool_(True) if route is None else route.fits
         return sent, *send_vjp(d_sent), sums, *sum_vjp(d_sums), fits[None]
 
+    mesh = Mesh(np.array(jax.devices()[:EP]).reshape([parallel.size(axis) for axis in over]), over)
     mapped = jax.shard_map(
-        in_program_order(local), mesh=MESH, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+        in_program_order(local), mesh=mesh, in_specs=P(over), out_specs=P(over), check_vma=False
     )
     return jax.jit(mapped)(experts, x, y, d_sent, d_sums)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_an_all_to_all_equals_the_gather_both_ways(name):
+EXCHANGES = [*((name, OVER_EP) for name in ROUTINGS), ("one device overflows", FOLDED)]
+EXCHANGES += [("spread", FOLDED)]
+
+
+@pytest.mark.parametrize("name,parallel", EXCHANGES)
+def test_an_all_to_all_equals_the_gather_both_ways(name, parallel):
     numbers, fits = ROUTINGS[name]
     tokens = len(numbers) // EP
     experts = jnp.asarray(numbers, jnp.int32)
     shapes = (EP * tokens, D), (EP * EP, tokens, D), (EP * EP, tokens, D), (EP * tokens, D)
     arrays = [jnp.float32(RNG.normal(size=shape)) for shape in shapes]
-    *want, _ = exchanged(experts, *arrays, None)
-    *got, fitted = exchanged(experts, *arrays, min(8, tokens))
+    *want, _ = exchanged(parallel, experts, *arrays, None)
+    *got, fitted = exchanged(parallel, experts, *arrays, min(8, tokens))
     assert fitted.tolist() == [fits] * EP  # one answer for all
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)

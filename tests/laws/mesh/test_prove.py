@@ -57,6 +57,8 @@ SAMPLE = [
     ("lora, latent attention", Cell({"pp": 2, "dp": 2, "tp": 2}, 0, 3)),
     ("lora, hybrid", Cell({"dp": 2, "ep": 2, "tp": 2}, 3, 2)),
     ("dora", Cell({"dp": 2, "cp": 2, "tp": 2}, 2, 3, cp_type="all_gather")),
+    ("folded experts", Cell({"cp": 2, "tp": 4}, 2, 3)),
+    ("folded, with all", Cell({"pp": 2, "ep": 2, "tp": 2}, 3, 2)),
 ]
 
 

@@ -99,6 +99,19 @@ def test_every_mesh_restores_every_other_meshes_experts_ties_and_muon(tmp_path):
     assert restore_everywhere(tmp_path, "dense", ALL_AT_ONCE, EXPERT_MESHES)
 
 
+FOLDED = ("mesh.expert_tp=1",)
+LAYOUTS = [
+    (Cell({"ep": 2, "tp": 2}, 1, 2), ()),
+    (Cell({"ep": 2, "tp": 2}, 3, 2), FOLDED),
+    (Cell({"tp": 4}, 0, 1), FOLDED),
+]
+
+
+@slow
+def test_cut_and_whole_experts_restore_each_other(tmp_path):
+    restore_everywhere(tmp_path, "experts", ["model.num_hidden_layers=1"], LAYOUTS)
+
+
 @slow
 @pytest.mark.timeout(3600)  # three minutes of one core that is not shared
 def test_meshes_restore_each_others_fp8_state(tmp_path):

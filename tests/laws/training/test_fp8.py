@@ -91,6 +91,20 @@ def test_meshes_agree_on_experts(recipe, cell, more):
 
 
 @slow
+@pytest.mark.parametrize(
+    "recipe, cell, more",
+    [
+        ("delayed", Cell({"ep": 2, "tp": 2}, 3, 3), ("train.expert_exchange=all_to_all",)),
+        ("current", Cell({"tp": 2}, 0, 1), (BIAS,)),
+    ],
+)
+def test_meshes_agree_on_folded_experts(recipe, cell, more):
+    of_model = [key for key in more if key.startswith("model")]
+    want = one_device(recipe, EIGHT_BITS, *of_model, feature="experts")
+    agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="folded experts"), want)
+
+
+@slow
 def test_experts_are_rounded_and_those_left_out_are_not():
     exact, left_out, rounded = (
         one_device(*of, feature="experts")

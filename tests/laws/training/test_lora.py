@@ -92,6 +92,7 @@ def test_gradients_follow_from_those_of_whole_weights(feature, keys):
             ("experts", Cell({"pp": 2, "ep": 4}, 1, 1), ()),
             ("latent attention", Cell({"cp": 2, "tp": 4}, 1, 1), ()),
             ("hybrid", Cell({"dp": 2, "tp": 4}, 3, 2), ()),
+            ("experts", Cell({"ep": 2, "tp": 4}, 1, 3), ("mesh.expert_tp=1",)),
         ],
         2,
     ),

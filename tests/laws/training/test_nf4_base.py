@@ -100,6 +100,7 @@ def test_a_step_is_that_on_the_dequantized_weights(feature, keys):
             ("dense", Cell({"dp": 2, "tp": 2}, 3, 2), ("lora.dora=true",)),
             ("experts", Cell({"dp": 2, "ep": 2, "tp": 2}, 3, 3), ()),
             ("experts", Cell({"pp": 2, "ep": 4}, 1, 1), ()),
+            ("experts", Cell({"dp": 2, "ep": 2, "tp": 2}, 1, 3), ("mesh.expert_tp=1",)),
         ],
         0,
     ),

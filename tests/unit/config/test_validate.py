@@ -60,6 +60,15 @@ BROKEN = {
         ["mesh.tp=3", "mesh.tp_overlap=always"],
         "mesh.tp_overlap='always' exchanges with 1, 2, 4, .. devices, but mesh.tp=3 is no power",
     ),
+    "expert_tp_is_one_or_tp": (
+        ["mesh.tp=4", "mesh.expert_tp=2", *EXPERTS],
+        "mesh.expert_tp=2 would cut experts over a part of mesh.tp=4, which is not built",
+    ),
+    "folded_experts_divide": (
+        ["mesh.tp=4", "mesh.ep=2", "mesh.expert_tp=1", *EXPERTS],
+        "model.moe.num_experts=4 is not divisible by mesh.ep=2 x mesh.tp=4, over which "
+        "mesh.expert_tp=1 lays them",
+    ),
     "pipeline_layout_alone": (
         ["mesh.pp=2", "mesh.virtual_stages=2", "mesh.pipeline_layout='Ettt|tL'"],
         "decides what mesh.virtual_stages=2 asks for",
@@ -73,7 +82,7 @@ BROKEN = {
     "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.attention.num_attention_heads=4"),
     "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),
     "tp_divides_moe_intermediate_size": (
-        ["mesh.tp=2", *EXPERTS, "model.moe.moe_intermediate_size=33"],
+        ["mesh.tp=2", "mesh.expert_tp=2", *EXPERTS, "model.moe.moe_intermediate_size=33"],
         "model.moe.moe_intermediate_size=33",
     ),
     "tp_divides_shared_expert_intermediate_size": (

@@ -3,9 +3,10 @@
 import pytest
 
 from mjax.config import load
+from mjax.config.rules.mesh_rules import folds_experts
 from mjax.errors import UserError
 from mjax.models import definition_of
-from mjax.plan.auto import bytes_per_device, from_megatron, propose_mesh
+from mjax.plan.auto import bytes_per_device, choose_expert_tp, from_megatron, propose_mesh
 
 LLAMA = "configs/models/llama3_8b.yaml"
 SPECS = definition_of(load(LLAMA, []).model).specs
@@ -24,6 +25,26 @@ def test_the_simplest_mesh_that_fits_is_chosen_and_says_why():
     assert mesh.zero == 3 and mesh.tp == 1
     mesh, _ = proposal(40)
     assert mesh.tp > 1
+
+
+@pytest.mark.parametrize(
+    "model,mesh,expert_tp,words",
+    [
+        ("qwen3_30b_a3b", ["tp=4"], 1, "cuts experts of 768 to 192, too narrow"),
+        ("deepseek_v2_lite", ["tp=2", "ep=4"], 1, "cuts experts of 1408 to 704, too narrow"),
+        ("mixtral_8x7b", ["tp=4"], 4, "cuts experts of 14336 to 3584, wide enough"),
+        ("gpt_oss_20b", ["tp=8", "ep=8"], 8, "to 360; ep x tp does not divide 32 experts"),
+        ("qwen3_30b_a3b", ["ep=4"], "auto", None),
+        ("qwen3_30b_a3b", ["tp=4", "expert_tp=4"], 4, None),
+        ("llama3_8b", ["tp=4"], "auto", None),
+    ],
+)
+def test_narrow_experts_are_not_cut(model, mesh, expert_tp, words):
+    cfg = load(f"configs/models/{model}.yaml", [f"mesh.{size}" for size in mesh])
+    resolved, why = choose_expert_tp(cfg)
+    assert resolved.mesh.expert_tp == expert_tp
+    assert why is None if words is None else words in why
+    assert folds_experts(cfg.model, cfg.mesh) == (expert_tp == 1)
 
 
 def test_a_smaller_device_never_gets_a_larger_estimate():
@@ -45,6 +66,11 @@ def test_nothing_fits_is_one_line():
     [
         ({"world": 64, "tp": 2, "pp": 4, "ep": 4}, {"dp": 2, "tp": 2, "pp": 4, "cp": 1, "ep": 4}),
         ({"world": 8, "cp": 2}, {"dp": 4, "tp": 1, "pp": 1, "cp": 2, "ep": 1}),
+        ({"world": 8, "tp": 2, "etp": 1}, {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "ep": 1}),
+        (
+            {"world": 32, "tp": 2, "ep": 8, "etp": 1},
+            {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "ep": 4, "expert_tp": 1},
+        ),
     ],
 )
 def test_megatron_sizes(sizes, ours):
@@ -53,7 +79,13 @@ def test_megatron_sizes(sizes, ours):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"world": 8, "tp": 3}, {"world": 8, "tp": 4, "ep": 4}, {"world": 8, "ep": 2, "etp": 4}],
+    [
+        {"world": 8, "tp": 3},
+        {"world": 8, "tp": 4, "ep": 4},
+        {"world": 8, "ep": 2, "etp": 4},
+        {"world": 16, "tp": 4, "ep": 4, "etp": 2},
+        {"world": 16, "tp": 4, "ep": 2, "etp": 1},
+    ],
 )
 def test_megatron_sizes_without_counterpart(sizes):
     with pytest.raises(UserError):
