@@ -384,7 +384,13 @@ MODELS: dict[str, tuple[str, dict]] = {
 # Of the rows in `families/decoders.py`, those that run by default: one for each part of models.
 _BY_DEFAULT = ("glm4", "gpt_neox", "phi", "ministral3")
 _OF_DECODERS = [name for name in MODELS if name.partition("_full")[0] in DECODERS]
-_OF_DECODERS += ["qwen3_5", "phi_qk_norm", "gpt_neox_sequential", "stablelm_parallel"]
+_OF_DECODERS += [
+    "qwen3_5",
+    "qwen3_next_biased",
+    "phi_qk_norm",
+    "gpt_neox_sequential",
+    "stablelm_parallel",
+]
 LATER = frozenset(_OF_DECODERS) - set(_BY_DEFAULT)
 
 
