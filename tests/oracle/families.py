@@ -407,7 +407,13 @@ MODELS: dict[str, tuple[str, dict]] = {
 # Of the rows in `decoders.py` and `recent.py`, those that run by default: one a part of models.
 _BY_DEFAULT = ("glm4", "gpt_neox", "phi", "ministral3", "nanochat")
 _OF_DECODERS = [name for name in MODELS if name.partition("_full")[0] in DECODERS | RECENT]
-_OF_DECODERS += ["qwen3_5", "phi_qk_norm", "gpt_neox_sequential", "stablelm_parallel"]
+_OF_DECODERS += [
+    "qwen3_5",
+    "qwen3_next_biased",
+    "phi_qk_norm",
+    "gpt_neox_sequential",
+    "stablelm_parallel",
+]
 LATER = frozenset(_OF_DECODERS) - set(_BY_DEFAULT)
 
 
