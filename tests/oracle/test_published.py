@@ -283,7 +283,7 @@ def test_keys_that_are_left_out_have_transformers_values(name):
             ours = config_from_hf(copy.deepcopy(config))
             full = said(cls, config) | {"num_nextn_predict_layers": ours.num_nextn_predict_layers}
             wanted = config_from_hf(full)
-        except UserError:
+        except (UserError, ZeroDivisionError):  # EXAONE 4's class divides by a pattern of 0
             continue
         assert ours == wanted, key
         read += 1

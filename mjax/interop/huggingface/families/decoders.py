@@ -208,7 +208,7 @@ DECODERS: dict[str, Family] = {
         parts.biases(),
         fixed=_QK_NORM,
         rename=SHARED_EXPERTS,
-        left_out={"num_key_value_heads": 32, "norm_topk_prob": False},
+        left_out={"num_key_value_heads": 32, "norm_topk_prob": False, "sliding_window": 4096},
     ),
     "exaone4": Family.of(
         "Exaone4ForCausalLM",
@@ -224,7 +224,7 @@ DECODERS: dict[str, Family] = {
         *sizes_with_rope(rms_norm_eps=1e-5),
         fixed=_QK_NORM,
         rename=(("mlp.gate.e_score", "mlp.e_score"), *SHARED_EXPERTS),
-        left_out={"sliding_window": 4096},
+        left_out={"sliding_window": 4096, "num_key_value_heads": 32},
     ),
     "hy_v3": Family.of(
         "HYV3ForCausalLM",
@@ -235,7 +235,7 @@ DECODERS: dict[str, Family] = {
             routed_scaling_factor="router_scaling_factor",
         ),
         parts.ignored("enable_moe_fp32_combine"),  # how a sum is rounded
-        *sizes_with_rope(11158840.0, rms_norm_eps=1e-5, head_dim=128),
+        *sizes_with_rope(11158840.0, rms_norm_eps=1e-5, head_dim=128, initializer_range=0.006),
         parts.biases(),
         fixed=_QK_NORM,
         rename=(
