@@ -49,6 +49,7 @@ from mjax.interop.huggingface.families.parts import (
     two_dropouts,
     window_of_all,
 )
+from mjax.interop.huggingface.families.qwen_vl import QWEN_VL
 from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
 from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
@@ -288,5 +289,6 @@ FAMILIES: dict[str, Family] = {
     **ENCODERS,
     **T5,
     **VISION,
+    **QWEN_VL,
 }
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
