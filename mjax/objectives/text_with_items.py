@@ -30,7 +30,6 @@ from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import OfConfig
 
-
 # The fields of packed images, as `beside_packed` takes them.
 _PACKED_FACTS = "patch_places", "vision_features", "position_axes"
 
@@ -173,10 +172,10 @@ class WithItems(OfConfig, NextToken):
             noise = rng.random((grid.patches, vision.numbers), np.float32)
             ids[: grid.tokens] = vision.image_token_id
             made.append(packed_row(ids, [noise], [grid], vision))
-        return packed_fields(made) | {"tokens": tokens}
+        return fields_of_packed(made) | {"tokens": tokens}
 
 
-def packed_fields(rows: Sequence[PackedImages]) -> HostBatch:
+def fields_of_packed(rows: Sequence[PackedImages]) -> HostBatch:
     """The fields of packed images, of those of each row."""
     patches, *facts = (np.stack(parts) for parts in zip(*rows, strict=True))
     return {"patches": patches[:, None]} | dict(zip(_PACKED_FACTS, facts, strict=True))

@@ -13,16 +13,16 @@ import numpy as np
 from mjax.config.schema.vision import FRAMES, VisionConfig
 from mjax.data.multimodal.pixels import norm_pixels
 from mjax.errors import or_user_error
-from mjax.models.towers.image_places import SIDE, Grid, PackedImages, packed_row
+from mjax.models.towers.image_places import MERGED_SIDE, Grid, PackedImages, packed_row
 
-_BICUBIC = 3
+_RESAMPLING = 3  # bicubic
 _NARROWEST = 200  # times that a side may be as long as the other
 _SMALLEST = 16  # patches of a row
 
 
 def scaled_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) that a picture is scaled to. Raises `ValueError` for one too narrow."""
-    unit = SIDE * vision.patch_size
+    unit = MERGED_SIDE * vision.patch_size
     if max(height, width) > _NARROWEST * min(height, width):
         raise ValueError(f"{height} x {width} pixels are too narrow")
     sides = np.array([height, width])
@@ -46,7 +46,7 @@ def patches_of_picture(
     gray = vision.num_channels == 1
     image = Image.fromarray(picture.reshape(picture.shape[:2]) if gray else picture)
     height, width = scaled_size(*picture.shape[:2], vision)
-    pixels = np.asarray(image.resize((width, height), _BICUBIC)).reshape(height, width, -1)
+    pixels = np.asarray(image.resize((width, height), _RESAMPLING)).reshape(height, width, -1)
     return patches_of_frames(np.stack([pixels] * FRAMES), vision, mean, std)
 
 
@@ -57,7 +57,16 @@ def patches_of_frames(
     count, height, width, channels = frames.shape
     side = vision.patch_size
     grid = Grid(count // FRAMES, height // side, width // side)
-    cut = (grid.frames, FRAMES, grid.rows // SIDE, SIDE, side, grid.columns // SIDE, SIDE, side)
+    cut = (
+        grid.frames,
+        FRAMES,
+        grid.rows // MERGED_SIDE,
+        MERGED_SIDE,
+        side,
+        grid.columns // MERGED_SIDE,
+        MERGED_SIDE,
+        side,
+    )
     normed = norm_pixels(frames, mean, std, np.empty(frames.shape, np.float32), 3)
     patches = normed.reshape(*cut, channels)
     patches = patches.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)

@@ -16,7 +16,7 @@ import numpy as np
 from mjax.checkpoint.base.safetensors import Tensor
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
-from mjax.interop.huggingface.families.bert import with_old_names
+from mjax.interop.huggingface.families.encoders import with_old_names
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed
 
 _TRUNKS = ("model.", "transformer.", "backbone.", "bert.", "roberta.")

@@ -17,7 +17,6 @@ from mjax.models.base.branch import Rope
 from mjax.models.base.context import Tokens
 from mjax.sharding.collectives import LOCAL, Parallel
 
-
 _TOWER_THETA = 10000.0  # of towers with rotary positions
 
 

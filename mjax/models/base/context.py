@@ -193,9 +193,9 @@ class Tokens:
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
         stands in the place of a token is their sum, each times its weight
         (`models/towers/tiles.py`).
-    axes [B, S, A] or None: positions along several axes, in the place of `positions` for RoPE: time,
-        row and column of a token of a text; row and column of a patch, rows and columns of its
-        image. None: they are equal.
+    axes [B, S, A] or None: positions along several axes, which RoPE reads in the place of
+        `positions`. A text has time, row and column. Patches have row and column, and the rows and
+        columns of their image. None: all are `positions`.
     windows [B, S] or None: the windows of patches (`Branch.within`).
     adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
         adapters (`interop/adapter_stack.py`); 0: none.

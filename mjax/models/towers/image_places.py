@@ -2,10 +2,10 @@
 
 A row of the tower holds the images of a text one after the other, each in its own proportions
 (Qwen2.5-VL, arXiv 2502.13923; Qwen3-VL). Four patches, two by two, lie together, for they become
-one token of the text. Those of a window lie together, too. So a mask of windows is one of segments,
-and a token's feature is found by its place. All of it is numpy: data computes it once a batch.
-Positions of a text are those of Qwen-VL: a text goes on from the largest position before it, and
-each document begins at 0.
+one token of the text. The patches of a window lie together, too. So a mask of windows is one of
+segments, and a token's feature is found by its place. All of it is numpy: data computes it once a
+batch. Positions of a text are those of Qwen-VL: a text goes on from the largest position before it,
+and each document begins at 0.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from mjax.config.schema.vision import MERGED, VisionConfig
 from mjax.errors import UserError
 
-SIDE = 2  # merged patches along a side
+MERGED_SIDE = 2  # merged patches along a side
 # Columns of `places`: a patch's row and column, those of its image, its frame's number, its window.
 PLACES = 6
 TIME_AXES = 3
@@ -37,6 +37,11 @@ class Grid(NamedTuple):
     @property
     def patches(self) -> int:
         return self.frames * self.rows * self.columns
+
+    @property
+    def merged(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of merged patches."""
+        return self.frames, self.rows // MERGED_SIDE, self.columns // MERGED_SIDE
 
     @property
     def tokens(self) -> int:
@@ -61,14 +66,18 @@ class PackedImages(NamedTuple):
 
 def reading_order(grid: Grid, vision: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
     """(the merged tokens of a grid in the order of windows, the number of each one's window)."""
-    side = vision.window_size // vision.patch_size // SIDE or max(grid.rows, grid.columns)
-    shape = grid.frames, grid.rows // SIDE, grid.columns // SIDE
-    time, row, column = (places.ravel() for places in np.indices(shape))
-    keys = column % side, row % side, column // side, row // side, time
-    order = np.lexsort(keys)
-    windows = np.stack([time, row // side, column // side], 1)[order]
-    is_new = (np.diff(windows, axis=0) != 0).any(1)
-    return order, np.append(0, np.cumsum(is_new))[: len(order)]
+    side = vision.window_size // vision.patch_size // MERGED_SIDE
+    side = side or max(grid.rows, grid.columns)
+    time, row, column = (places.ravel() for places in np.indices(grid.merged))
+    down, below = np.divmod(row, side)
+    across, beside = np.divmod(column, side)
+    order = np.lexsort((beside, below, across, down, time))
+    windows = np.stack([time, down, across], 1)
+    windows = windows[order]
+    steps = np.diff(windows, axis=0)
+    is_new = steps.any(1)
+    numbers = np.append(0, np.cumsum(is_new))
+    return order, numbers[: len(order)]
 
 
 def image_places(
@@ -92,13 +101,11 @@ def image_places(
         here = slice(first, first + grid.patches)
         corners = MERGED * order[:, None] + np.arange(MERGED)
         sources[here] = first + corners.ravel()
-        time, row, column = np.unravel_index(
-            order, (grid.frames, grid.rows // SIDE, grid.columns // SIDE)
-        )
+        time, row, column = np.unravel_index(order, grid.merged)
         own = places[here].reshape(-1, MERGED, PLACES)
-        down, across = np.divmod(np.arange(MERGED), SIDE)
-        own[..., 0] = SIDE * row[:, None] + down
-        own[..., 1] = SIDE * column[:, None] + across
+        down, across = np.divmod(np.arange(MERGED), MERGED_SIDE)
+        own[..., 0] = MERGED_SIDE * row[:, None] + down
+        own[..., 1] = MERGED_SIDE * column[:, None] + across
         own[..., 2:4] = grid.rows, grid.columns
         own[..., 4] = frame + 1 + time[:, None]
         own[..., 5] = window + 1 + windows[:, None]
@@ -133,11 +140,10 @@ def text_places(
             raise _unlike(tokens, stands, grids)
         order, _ = reading_order(grid, vision)
         features[run][order] = first + np.arange(grid.tokens)
-        shape = grid.frames, grid.rows // SIDE, grid.columns // SIDE
-        time, row, column = (at.ravel() for at in np.indices(shape))
+        time, row, column = (at.ravel() for at in np.indices(grid.merged))
         time = (time * grid.interval).astype(int)
         axes[run] = position + np.stack([time, row, column], 1)
-        position += max(shape[1:])
+        position += max(grid.merged[1:])
         first += grid.tokens
         place += grid.tokens
     if next(left, None) is not None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import BRANCHES, DEEPSTACK, branches_of
@@ -25,9 +24,11 @@ from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
-from mjax.models.towers.image_places import PackedImages
+from mjax.models.towers.image_places import TIME_AXES, PackedImages
 from mjax.models.towers.projector import in_order
 from mjax.sharding.spec import ParamSpec
+
+_CORNERS = (False, False), (False, True), (True, False), (True, True)
 
 
 class PackedPatchEmbedding(nnx.Module):
@@ -65,23 +66,28 @@ class PackedPatchEmbedding(nnx.Module):
         if self.cfg.vision.patch_bias:
             x = x + self.bias[...]
         if self.cfg.vision.image_size:
-            x = x + self.interpolated(parallel.shard_seq(tokens.axes), grid).astype(x.dtype)
+            places = parallel.shard_seq(tokens.axes)
+            positions = self.interpolated(places, grid)
+            x = x + positions.astype(x.dtype)
         return x
 
     def interpolated(self, places: jax.Array, grid: int) -> jax.Array:
         """Learned positions of patches by their rows, columns and images' sizes, bilinearly."""
         table = self.positions[...]
         sizes = jnp.maximum(places[..., 2:4] - 1, 1)
-        points = places[..., :2].astype(jnp.float32) * (grid - 1) / sizes
+        points = places[..., :2].astype(jnp.float32)
+        points = points * (grid - 1) / sizes
         before = jnp.floor(points)
         share = points - before
+        first = before.astype(jnp.int32)
         found = jnp.zeros((), jnp.float32)
-        for down in (0, 1):
-            for across in (0, 1):
-                corner = jnp.array([down, across])
-                weight = jnp.where(corner == 1, share, 1 - share).prod(-1, keepdims=True)
-                at = jnp.minimum(before.astype(jnp.int32) + corner, grid - 1)
-                found = found + weight * look_up(table, at[..., 0] * grid + at[..., 1])
+        for corner in _CORNERS:
+            is_behind = jnp.array(corner)
+            weights = jnp.where(is_behind, share, 1 - share)
+            weight = weights.prod(-1, keepdims=True)
+            at = jnp.minimum(first + is_behind, grid - 1)
+            rows = at[..., 0] * grid + at[..., 1]
+            found = found + weight * look_up(table, rows)
         return found
 
 
@@ -92,10 +98,11 @@ class PatchAttention(Attention):
 
     @staticmethod
     def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
-        seen = seq_length
+        seen, sizes = seq_length, cfg.attention
         if BRANCHES[word].within == "windows":
-            seen = min((cfg.vision.window_size // cfg.vision.patch_size) ** 2, seq_length)
-        return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * seen
+            side = cfg.vision.window_size // cfg.vision.patch_size
+            seen = min(side**2, seq_length)
+        return 12.0 * sizes.num_attention_heads * sizes.head_dim * seen
 
 
 class PatchMerger(BranchModule):
@@ -112,10 +119,19 @@ class PatchMerger(BranchModule):
         width, wide = tower.hidden_size, MERGED * tower.hidden_size
         normed = wide if self.norms_merged else width
         self.norm = Norm(tower, (normed,), ("embed",), "tower_norm", rngs)
-        axes = "embed", "mlp"
-        up = matrix((wide, wide), axes, "linear_1.weight", matmul="projector_up")
+        up = matrix(
+            (wide, wide),
+            ("embed", "mlp"),
+            "linear_1.weight",
+            matmul="projector_up",
+        )
         shape = wide, cfg.hidden_size
-        down = matrix(shape, axes[::-1], "linear_2.weight", matmul="projector_down")
+        down = matrix(
+            shape,
+            ("mlp", "embed"),
+            "linear_2.weight",
+            matmul="projector_down",
+        )
         self.up = declare(rngs, up, init)
         self.up_bias = declare_bias(rngs, (wide,), ("mlp",), "linear_1.bias")
         self.down = declare(rngs, down, init)
@@ -130,15 +146,19 @@ class PatchMerger(BranchModule):
             return BranchOutput(jnp.zeros_like(x))
         h = self.own_part(source.x, inputs)
         h = h if self.norms_merged else self.norm(h)
-        h = h.reshape(len(h), h.shape[1] // MERGED, MERGED * h.shape[-1])
+        rows, patches, width = h.shape
+        h = h.reshape(rows, patches // MERGED, MERGED * width)
         h = self.norm(h) if self.norms_merged else h
         (h,) = column(h, (weight_of(self.up),), ctx)
         h = activated(h, self.up_bias[...], "gelu")
         y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
-        columns = source.tokens.columns[::MERGED] // MERGED
-        merged = source._replace(tokens=replace(source.tokens, columns=columns))
+        columns = source.tokens.columns[::MERGED]
+        tokens = replace(source.tokens, columns=columns // MERGED)
+        merged = source._replace(tokens=tokens)
         features = in_order(y, merged, ctx)
-        places = ctx.parallel.shard_seq(inputs.tokens.features["vision"])[..., None]
+        places = inputs.tokens.features["vision"]
+        places = ctx.parallel.shard_seq(places)
+        places = places[..., None]
         found = jnp.take_along_axis(features, jnp.maximum(places, 0), 1)
         return BranchOutput(jnp.where(places >= 0, found, 0))
 
@@ -158,7 +178,7 @@ class DeepMerger(PatchMerger):
     def own_part(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         kinds = self.cfg.layer_kinds
         own = [n for n, kind in enumerate(kinds) if "deep_merger" in branches_of(kind)]
-        number = jnp.searchsorted(jnp.asarray(np.array(own)), inputs.layer)
+        number = jnp.searchsorted(jnp.array(own), inputs.layer)
         width = self.cfg.vision.hidden_size
         return jax.lax.dynamic_slice_in_dim(x, number * width, width, 2)
 
@@ -173,7 +193,10 @@ def beside_packed(
     """Facts about a text's tokens, with those about the patches of its images (`PackedImages`)."""
     patches = tokens_of(places.shape[:2], rows=text.rows, columns=columns, key=text.key)
     patches = replace(
-        patches, axes=places[..., :4], segments=places[..., 4], windows=places[..., 5]
+        patches,
+        axes=places[..., :4],
+        segments=places[..., 4],
+        windows=places[..., 5],
     )
     others = text.others | {"vision": patches, DEEPSTACK: patches}
     found = text.features | {"vision": features}
@@ -188,8 +211,10 @@ def beside_given_packed(
     The images' text may be shorter than `tokens`: behind it are tokens that images have passed.
     """
     length = min(tokens.shape[1], images.features.shape[1])
-    features = jnp.full_like(tokens, -1).at[:, :length].set(images.features[:, :length])
-    axes = jnp.broadcast_to(text.positions[..., None], (*tokens.shape, images.axes.shape[-1]))
-    axes = axes.at[:, :length].set(images.axes[:, :length])
+    own = slice(0, length)
+    features = jnp.full_like(tokens, -1)
+    features = features.at[:, own].set(images.features[:, own])
+    axes = jnp.stack([text.positions] * TIME_AXES, -1)
+    axes = axes.at[:, own].set(images.axes[:, own])
     places = jnp.asarray(images.places)
     return beside_packed(text, places, features, axes), images.patches

@@ -42,8 +42,9 @@ class ItemParts:
     ) -> jax.Array:
         """The final normed activations [B, S, D] of a text.
 
-        `images` are [B, I, H, W, C], `Tiled` or `PackedImages`, `audio` is log-mel frames [B, I, F, M]. They stand
-        in the places of `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
+        `images` are [B, I, H, W, C], `Tiled` or `PackedImages`, `audio` is log-mel frames
+        [B, I, F, M]. They stand in the places of `model.vision.image_token_id` and
+        `model.audio.audio_token_id`, in order.
         """
         given = {"vision": images, "audio": audio}
         return self.hidden(tokens, info, ctx, given=given)[0]

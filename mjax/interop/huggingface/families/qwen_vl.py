@@ -1,8 +1,8 @@
 """Qwen2.5-VL and Qwen3-VL: rows of the table of families, with their towers.
 
 A config.json has the sizes of the text in `text_config`, or beside `vision_config` in older files.
-Files hold the tower under `visual.` and the text's layers with numbers of their own, which `name_of`
-makes of ours: the tower, a merger, and the text with a merger after each of its first layers.
+Files hold the tower under `visual.` and number the text's layers apart. Ours are one list: the
+tower, a merger, and the text with a merger after each of its first layers.
 """
 
 import math
@@ -29,13 +29,13 @@ from mjax.interop.huggingface.families.parts import (
 )
 from mjax.interop.huggingface.families.rope import rope
 
-_TEXT = "full+mlp"
+_PLAIN = "full+mlp"
 _MERGER, _DEEP = "patch_merger", "deep_merger"
 _DICTIONARIES = "rope_scaling", "rope_parameters"
 _AXIAL = {"rope_type": "axial", "rope_theta": 10000.0}
 _OF_TEXT = ("vision_start_token_id", "vision_end_token_id")
 # What the tower's config says of nothing that is computed.
-_UNREAD = "initializer_range in_chans spatial_patch_size model_type dtype torch_dtype".split()
+_SAYS_NO_SIZE = "initializer_range in_chans spatial_patch_size model_type dtype torch_dtype".split()
 _SIZES = alike("hidden_size intermediate_size patch_size", "vision.")
 _SIZES |= {"num_heads": "vision.num_attention_heads", "in_channels": "vision.num_channels"}
 _MOST_PATCHES = 16384  # of a text's images, unless the config of a run says so
@@ -73,7 +73,7 @@ def mrope(theta: float, section: Sequence[int], interleaved: bool) -> Part:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _TextAndTower:
     """A family: the parts of its text's config, and what a config of its tower leaves out.
 
     act: of the tower. own: keys of the tower besides those of all, by ours.
@@ -90,7 +90,7 @@ class _Kind:
         return same(_SIZES | self.own, self.defaults)
 
 
-def _both(kind: _Kind) -> Part:
+def _both(kind: _TextAndTower) -> Part:
     """The tower and the text, and the layers of both."""
 
     def read(config: dict) -> dict:
@@ -103,14 +103,14 @@ def _both(kind: _Kind) -> Part:
         }
         only(text, "model_type", f"{kind.name}_text", kind.name)
         config |= text
-        fields: dict = {"layer_pattern": _TEXT}
+        fields: dict = {"layer_pattern": _PLAIN}
         config["tie_word_embeddings"] = any(tied)
         for part in kind.text:
             fields |= part.read(config)
         of_text = expand(fields["layer_pattern"], fields["num_hidden_layers"])
         only(vision, "out_hidden_size", fields["hidden_size"])
         fields |= ids
-        tower = _tower(kind, vision, fields)
+        tower = _layers_of_tower(kind, vision, fields)
         config |= vision  # what is left is judged with the rest
         deep = fields.get("vision.deepstack_visual_indexes", [])
         layers = [*tower, _MERGER, *_with_mergers(of_text, len(deep))]
@@ -131,9 +131,9 @@ def _both(kind: _Kind) -> Part:
     return Part(read, write)
 
 
-def _tower(kind: _Kind, vision: dict, fields: dict) -> list[str]:
+def _layers_of_tower(kind: _TextAndTower, vision: dict, fields: dict) -> list[str]:
     """The layers of the tower of a `vision_config`; its sizes are added to `fields`."""
-    for key in _UNREAD:
+    for key in _SAYS_NO_SIZE:
         vision.pop(key, None)
     turned = vision.pop("rope_parameters", None)
     if turned not in (None, _AXIAL):
@@ -157,7 +157,7 @@ def _tower(kind: _Kind, vision: dict, fields: dict) -> list[str]:
     return ["vision_window+mlp" if has_window else "vision_2d+mlp" for has_window in windowed]
 
 
-def _tower_written(kind: _Kind, cfg: ModelConfig) -> dict:
+def _tower_written(kind: _TextAndTower, cfg: ModelConfig) -> dict:
     """`vision_config` of a model."""
     tower = [layer for layer in cfg.layer_kinds if of_tower(layer)]
     out = {"model_type": f"{kind.name}_vision", "depth": len(tower), "hidden_act": kind.act}
@@ -233,14 +233,14 @@ class _Names:
 
 
 _FUSED = {"attn.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")}
-_FIXED = {"vision.max_patches": _MOST_PATCHES, "vision.layer_norm_eps": 1e-6}
-_FIXED |= {"vision.length_multiple": 16}
+_OF_ALL = {"vision.max_patches": _MOST_PATCHES, "vision.layer_norm_eps": 1e-6}
+_OF_ALL |= {"vision.length_multiple": 16}
 
 _ACT = activation("hidden_act", default="silu")
 _QWEN2_5_TEXT = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
 _QWEN2_5_TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064}
 _QWEN2_5_TEXT |= {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
-_QWEN2_5 = _Kind(
+_QWEN2_5 = _TextAndTower(
     name="qwen2_5_vl",
     text=(
         ignored("layer_types", "max_window_layers", "sliding_window"),
@@ -261,7 +261,7 @@ _QWEN3_TEXT |= {"max_position_embeddings": 128000, "head_dim": 128}
 _QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 _QWEN3_TOWER |= {"in_channels": 3, "patch_size": 16, "num_position_embeddings": 2304}
 _QWEN3_TOWER |= {"deepstack_visual_indexes": [8, 16, 24]}
-_QWEN3 = _Kind(
+_QWEN3 = _TextAndTower(
     name="qwen3_vl",
     text=(shape(_ACT, **_QWEN3_TEXT), mrope(5e5, (24, 20, 20), interleaved=True), biases()),
     defaults=_QWEN3_TOWER,
@@ -275,7 +275,7 @@ _QWEN3_NAMES = _Names(
     merger={"tower_norm": "norm", "linear_1": "linear_fc1", "linear_2": "linear_fc2"},
     in_tower=_FC,
 )
-_QWEN3_FIXED = _FIXED | {
+_QWEN3_FIXED = _OF_ALL | {
     "attention.qk_norm": True,
     "vision.hidden_act": ACTIVATIONS["gelu_pytorch_tanh"],
     "vision.min_pixels": 65536,
@@ -286,7 +286,7 @@ QWEN_VL: dict[str, Family] = {
         "Qwen2_5_VLForConditionalGeneration",
         ignored(*_OF_TEXT, "vision_token_id"),
         _both(_QWEN2_5),
-        fixed=_FIXED
+        fixed=_OF_ALL
         | {"vision.norm": "rmsnorm", "vision.hidden_act": "silu"}
         | {"vision.patch_bias": False},
         fused=_FUSED,

@@ -5,7 +5,6 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 (`ParamSpec.hf`, Llama's).
 """
 
-from mjax.interop.huggingface.families.bert import ENCODERS
 from mjax.interop.huggingface.families.decoders import DECODERS, MIXTRAL_RENAMES
 from mjax.interop.huggingface.families.deepseek import (
     SHARED_EXPERTS,
@@ -16,6 +15,7 @@ from mjax.interop.huggingface.families.deepseek import (
     routed_experts_v3,
     without_missing_predictions,
 )
+from mjax.interop.huggingface.families.encoders import ENCODERS, T5
 from mjax.interop.huggingface.families.family import (
     Family,
     experts_stacked,
@@ -51,7 +51,6 @@ from mjax.interop.huggingface.families.parts import (
 )
 from mjax.interop.huggingface.families.qwen_vl import QWEN_VL
 from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
-from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
 
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
