@@ -19,18 +19,21 @@ import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
+from mjax.config.schema.vision import FRAMES
 from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.multimodal.pictures import CutPatches, ScaledReader, patches_of_frames
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
 from mjax.data.sentences.labelled import drawn_part, shuffled
 from mjax.errors import UserError, or_user_error
+from mjax.models.towers.image_places import packed_row
 from mjax.models.towers.modalities import MODALITIES, features_of_tiles
 from mjax.models.towers.tiles import Features, padded_features
-from mjax.objectives.text_with_items import items_of
+from mjax.objectives.text_with_items import fields_of_packed, items_of
 
 # A modality's key in a line, and what decodes its files.
 KEYS = {"vision": IMAGES, "audio": SOUNDS}
@@ -94,7 +97,9 @@ class ImageTextDataset:
         self.lines = [lines[number] for number in numbers]
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
-        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})
+        readers = dict(READERS)
+        if cfg.model.vision.is_cut or cfg.model.vision.is_packed:
+            readers["vision"] = PictureReader if cfg.model.vision.is_cut else ScaledReader
         self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
@@ -124,7 +129,9 @@ class ImageTextDataset:
         fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            if cfg.model.tower(name).is_cut:
+            if cfg.model.tower(name).is_packed:
+                packed, chosen, is_read = self._packed(chosen, fits)
+            elif cfg.model.tower(name).is_cut:
                 items[name], chosen, is_read = self._in_tiles(chosen, fits)
             else:
                 items[name], is_read = self._items(name, chosen, fits)
@@ -142,6 +149,8 @@ class ImageTextDataset:
         for name, array in items.items():
             array[~fits] = 0
             fields[MODALITIES[name].field] = array
+        if cfg.model.vision.is_packed:
+            fields |= self._packed_fields(ids[:, :-1], packed, fits)
         if cfg.model.vision.is_tiled:
             texts = [line.features if fits[row] else () for row, line in enumerate(chosen)]
             of_row = items_of(cfg, "vision"), *padded_features(texts)
@@ -165,6 +174,8 @@ class ImageTextDataset:
             whys.append(f"{len(line.ids)} tokens: data.seq_length is {room}")
         for name, items in line.items.items():
             tower = model.tower(name)
+            if tower.is_packed:  # patches are counted once pictures are read
+                continue
             most = getattr(tower, f"max_{tower.item}s")
             if len(items) > most:
                 whys.append(f"{len(items)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}")
@@ -221,6 +232,44 @@ class ImageTextDataset:
                     tiles = MODALITIES["vision"].rows(tiles, vision, shape[2])
                     found[row], rows[row, : len(tiles)] = line, tiles
         return rows, found, is_whole
+
+    def _packed(
+        self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
+    ) -> tuple[list[CutPatches], list[TokenizedSample], np.ndarray]:
+        """(patches of each line's pictures, lines with their tokens, bool [B]: which are whole)."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
+        pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
+        found, cut, is_whole = list(lines), [], np.ones(len(lines), bool)
+        for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
+            own = [next(pictures) for _ in items]
+            is_whole[row] = all(picture is not None for picture in own)
+            cut.append([])
+            if own and is_whole[row]:
+                frames = (np.stack([picture] * FRAMES) for picture in own)
+                patches = [patches_of_frames(f, vision, scale.mean, scale.std) for f in frames]
+                texts = [[vision.image_token_id] * grid.tokens for _, grid in patches]
+                ids, places = expanded(line.ids, vision.image_token_id, texts)
+                is_answer = [line.is_answer[at] for at in places]
+                line = replace(line, ids=ids, is_answer=is_answer)
+                total = sum(grid.patches for _, grid in patches)
+                if total > vision.max_patches:
+                    why = f"{total} patches: model.vision.max_patches is {vision.max_patches}"
+                    self.skipped.note(line.name, why)
+                is_whole[row] = total <= vision.max_patches and self._fits(line)
+                if is_whole[row]:
+                    found[row], cut[row] = line, patches
+        return cut, found, is_whole
+
+    def _packed_fields(
+        self, tokens: np.ndarray, cut: Sequence[CutPatches], fits: Sequence[bool]
+    ) -> FieldArrays:
+        """The fields of packed images of texts [B, S]."""
+        rows = []
+        for ids, own, is_good in zip(tokens, cut, fits, strict=True):
+            patches, grids = zip(*own, strict=True) if own and is_good else ((), ())
+            rows.append(packed_row(ids, patches, grids, self.cfg.model.vision))
+        return fields_of_packed(rows)
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[TokenizedSample]:

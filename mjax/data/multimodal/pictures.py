@@ -5,49 +5,63 @@ patches and its pixels lie within `min_pixels` and `max_pixels`. A patch holds t
 equal in a picture. Pixels are those of transformers' Qwen2VLImageProcessorPil.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from mjax.config.schema.vision import FRAMES, VisionConfig
-from mjax.data.multimodal.pixels import norm_pixels
-from mjax.errors import or_user_error
+from mjax.data.multimodal.decoders import Decode, attempt
+from mjax.data.multimodal.pixels import Bounds, decode_scaled, norm_pixels, size_of_picture
+from mjax.data.multimodal.sources import Item
+from mjax.data.multimodal.tiles import PictureReader
 from mjax.models.towers.image_places import MERGED_SIDE, Grid, PackedImages, packed_row
 
-_RESAMPLING = 3  # bicubic
-_NARROWEST = 200  # times that a side may be as long as the other
 _SMALLEST = 16  # patches of a row
 
+# The pictures of a text: patches [n, N] and the grid of each.
+CutPatches = list[tuple[np.ndarray, Grid]]
 
-def scaled_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
-    """The (height, width) that a picture is scaled to. Raises `ValueError` for one too narrow."""
-    unit = MERGED_SIDE * vision.patch_size
-    if max(height, width) > _NARROWEST * min(height, width):
-        raise ValueError(f"{height} x {width} pixels are too narrow")
-    sides = np.array([height, width])
-    nearest = np.round(sides / unit).astype(int) * unit
-    if math.prod(nearest) > vision.max_pixels:
-        ratio = math.sqrt(height * width / vision.max_pixels)
-        nearest = np.maximum(np.floor(sides / ratio / unit).astype(int), 1) * unit
-    elif math.prod(nearest) < vision.min_pixels:
-        ratio = math.sqrt(vision.min_pixels / (height * width))
-        nearest = np.ceil(sides * ratio / unit).astype(int) * unit
-    return int(nearest[0]), int(nearest[1])
+
+def bounds_of(vision: VisionConfig) -> Bounds:
+    """The sizes of pictures of a model."""
+    return Bounds(MERGED_SIDE * vision.patch_size, vision.min_pixels, vision.max_pixels)
+
+
+class ScaledReader(PictureReader):
+    """Decodes pictures in the sizes that patches of a model fill."""
+
+    @property
+    def decode(self) -> Decode:
+        """Makes uint8 [H, W, C] of an encoded picture; can be pickled."""
+        vision = self.cfg.model.vision
+        return partial(decode_scaled, channels=vision.num_channels, bounds=bounds_of(vision))
+
+    def flaw(self, decoded: np.ndarray) -> str | None:
+        return None
 
 
 def patches_of_picture(
-    picture: np.ndarray, vision: VisionConfig, mean: Sequence[float], std: Sequence[float]
+    picture: bytes | np.ndarray,
+    vision: VisionConfig,
+    mean: Sequence[float] = (0.5,),
+    std: Sequence[float] = (0.5,),
 ) -> tuple[np.ndarray, Grid]:
-    """(patches fp32 [n, C*2*P*P] of uint8 [H, W, C], four of a merged token together, its grid)."""
-    with or_user_error("pictures need {reason}; install mjax[vision]", ImportError):
-        from PIL import Image
+    """(patches fp32 [n, C*2*P*P] of a picture, four of a merged token together, and its grid).
 
-    gray = vision.num_channels == 1
-    image = Image.fromarray(picture.reshape(picture.shape[:2]) if gray else picture)
-    height, width = scaled_size(*picture.shape[:2], vision)
-    pixels = np.asarray(image.resize((width, height), _RESAMPLING)).reshape(height, width, -1)
+    It is encoded, or uint8 [H, W, C]. `mean` and `std` are of pixels from 0 to 1.
+    """
+    pixels = decode_scaled(picture, vision.num_channels, bounds_of(vision))
     return patches_of_frames(np.stack([pixels] * FRAMES), vision, mean, std)
+
+
+def tokens_of_picture(item: Item, vision: VisionConfig) -> int:
+    """The tokens of a text for a picture, by its size alone; 1 for one that cannot be used."""
+    size = attempt(lambda: bounds_of(vision).nearest(*size_of_picture(item.read())))
+    if isinstance(size, str):
+        return 1
+    unit = MERGED_SIDE * vision.patch_size
+    return size[0] // unit * (size[1] // unit)
 
 
 def patches_of_frames(
@@ -75,14 +89,13 @@ def patches_of_frames(
 
 def packed_images(
     tokens: Sequence[Sequence[int]],
-    images: Sequence[Iterable[tuple[np.ndarray, Grid]]],
+    images: Sequence[CutPatches],
     vision: VisionConfig,
 ) -> PackedImages:
     """The images of texts of equal length, [B, S] ids in which each has its tokens, in order.
 
     `images`: of each text, as `patches_of_picture` gives them. Rows are as long as the fullest.
     """
-    images = [list(own) for own in images]
     most = max((sum(len(patches) for patches, _ in own) for own in images), default=0)
     length = max(_SMALLEST, 1 << max(most - 1, 0).bit_length())
     rows = []

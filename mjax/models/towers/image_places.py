@@ -20,6 +20,7 @@ from mjax.errors import UserError
 MERGED_SIDE = 2  # merged patches along a side
 # Columns of `places`: a patch's row and column, those of its image, its frame's number, its window.
 PLACES = 6
+FRAME = 4  # of them; the next is its window
 TIME_AXES = 3
 
 
