@@ -63,11 +63,12 @@ def record_dtype(width: int) -> np.dtype:
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
     adapter: the slot of its adapter where the model has several, else 0.
+    shift: what positions have above slots, after images that take fewer than their tokens.
     seed, index: of its noise. Settings of `Sampling`, by name.
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    names = "length", "count", "slot", "samples", "index", "adapter"
+    names = "length", "count", "slot", "samples", "index", "adapter", "shift"
     numbers = [(name, "<i4") for name in names]
     return np.dtype([*numbers, ("seed", "<u4"), *settings, ("table", "<i4", (width,))])
 
@@ -437,7 +438,8 @@ class EnginePrograms:
         of_token, position = tokens_of_rows(rows, ids.size)
         pages, places = places_of_tokens(rows, of_token, position, PAGE)
         new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        positions = jnp.maximum(position, 0).reshape(ids.shape)
+        positions = jnp.maximum(position, 0) + row["shift"][of_token]
+        positions = jnp.maximum(positions, 0).reshape(ids.shape)
         info = replace(tokens_of(ids.shape, positions, jnp.ones_like(ids)), new=new)
         if has_slots(self.definition.specs):
             info = replace(info, adapters=row["adapter"][of_token].reshape(ids.shape))

@@ -39,7 +39,8 @@ class RequestSample:
     seed: of its noise. draws: what its rows need. lane: the scheduler that it belongs to.
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
-    penalties. adapter: the slot of its adapter, 0: none.
+    penalties. adapter: the slot of its adapter, 0: none. shift: what its positions have above its
+    slots (`position_shift`).
     """
 
     request: Request
@@ -52,6 +53,7 @@ class RequestSample:
     table: tuple[int, int] = (0, 0)
     counted: int = 0
     adapter: int = 0
+    shift: int = 0
 
     @property
     def may_draft(self) -> bool:
@@ -158,7 +160,7 @@ class Records:
             sample.written, sample.table = tokens.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
             own = {"seed": sample.seed, "index": sample.answer.output.index}
-            settings = settings | own | {"adapter": sample.adapter}
+            settings = settings | own | {"adapter": sample.adapter, "shift": sample.shift}
             for name, value in settings.items():
                 lane[name][tokens.slot] = value
             lane["table"][tokens.slot] = 0

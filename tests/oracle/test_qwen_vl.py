@@ -12,6 +12,8 @@ from mjax.data.multimodal.pictures import packed_images, patches_of_picture
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
+from mjax.models.towers.image_places import PackedImages
+from tests.generation import made_ids
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,
@@ -127,14 +129,19 @@ def test_patches_are_those_of_transformers(hf):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits(hf, case):
+def test_logits_and_greedy_tokens(hf, case):
     theirs, folder, _ = hf
     ours = from_pretrained(folder)
     ids, images, given = inputs_of(tower(folder), case)
     with torch.no_grad():
         want = theirs(**given).logits.numpy()
+        made = theirs.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
     got = jax.jit(lambda ids: ours.model(ids, images=images))(ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
+    model = ours.definition, ours.params, ours.cfg
+    for row, tokens in enumerate(ids.tolist()):
+        items = {"vision": PackedImages(*(array[row] for array in images))} if images else None
+        assert made_ids(model, [tokens], 8, items) == made[row : row + 1, ids.shape[1] :].tolist()
 
 
 def test_loss_and_gradients(hf, tmp_path):

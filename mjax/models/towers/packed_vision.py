@@ -208,13 +208,15 @@ def beside_given_packed(
 ) -> tuple[Tokens, jax.Array]:
     """Facts about tokens [B, S] beside images, and their patches [B, T, N].
 
-    The images' text may be shorter than `tokens`: behind it are tokens that images have passed.
+    The images' text may be shorter than `tokens`, whose rest is text, and is -1 in what is padding.
     """
     length = min(tokens.shape[1], images.features.shape[1])
     own = slice(0, length)
     features = jnp.full_like(tokens, -1)
     features = features.at[:, own].set(images.features[:, own])
     axes = jnp.stack([text.positions] * TIME_AXES, -1)
-    axes = axes.at[:, own].set(images.axes[:, own])
+    is_given = tokens[:, own, None] >= 0
+    given = jnp.where(is_given, images.axes[:, own], axes[:, own])
+    axes = axes.at[:, own].set(given)
     places = jnp.asarray(images.places)
     return beside_packed(text, places, features, axes), images.patches
