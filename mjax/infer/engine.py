@@ -136,7 +136,8 @@ class Engine:
         """Put a request into the queue; its output grows with each `step`.
 
         items: what stands in the places of its tokens, those of an item in order, by modality.
-            "vision": images fp32 [I, H, W, C], `Tiled` or `PackedImages`; "audio": log-mel frames [I, F, M].
+            "vision": images fp32 [I, H, W, C], `Tiled` or `PackedImages`; "audio": log-mel frames
+            [I, F, M].
         text: of the prompt, which an encoder reads if the model has one.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """

@@ -17,7 +17,7 @@ from mjax.infer.records import holding
 from mjax.models.towers.image_places import PLACES, TIME_AXES, PackedImages
 from mjax.models.towers.tiles import CORNERS, PADDING, Tiled
 
-# Of one text: [I, H, W, C], or `Tiled` or `PackedImages` without its first axis; [I, F, M] of sounds.
+# Of one text: [I, H, W, C], `Tiled` or `PackedImages` without a first axis; [I, F, M] of sounds.
 PromptItem = np.ndarray | Tiled | PackedImages
 
 
