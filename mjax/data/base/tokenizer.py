@@ -359,9 +359,12 @@ def encode_with_items(
     tiles or of its own size is one id, for its tokens depend on its size. Raises
     `UserError`, which says `where`, for words that use such an id.
     """
-    if "vision" in model.modalities and "<video>" in text:
-        raise UserError("<video> in a text: videos are not built; give frames as images (<image>)")
     marks = {}
+    if "vision" in model.modalities and "<video>" in text:
+        if model.vision.video_token_id is None:
+            said = "videos are not built for this model; give frames as images (<image>)"
+            raise UserError(f"<video> in a text: {said}")
+        marks["<video>"] = [model.vision.video_token_id]
     for name in model.modalities:
         tower = model.tower(name)
         count = 1 if tower.is_cut or tower.is_packed else tower.text_tokens((sizes or {}).get(name))

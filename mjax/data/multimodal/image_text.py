@@ -24,7 +24,12 @@ from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
-from mjax.data.multimodal.pictures import CutPatches, ScaledReader, patches_of_frames
+from mjax.data.multimodal.pictures import (
+    CutPatches,
+    ScaledReader,
+    patches_of_frames,
+    with_items_in_place,
+)
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
@@ -248,8 +253,7 @@ class ImageTextDataset:
             if own and is_whole[row]:
                 frames = (np.stack([picture] * FRAMES) for picture in own)
                 patches = [patches_of_frames(f, vision, scale.mean, scale.std) for f in frames]
-                texts = [[vision.image_token_id] * grid.tokens for _, grid in patches]
-                ids, places = expanded(line.ids, vision.image_token_id, texts)
+                ids, places, _ = with_items_in_place(line.ids, patches, vision)
                 is_answer = [line.is_answer[at] for at in places]
                 line = replace(line, ids=ids, is_answer=is_answer)
                 total = sum(grid.patches for _, grid in patches)

@@ -7,6 +7,7 @@ equal in a picture. Pixels are those of transformers' Qwen2VLImageProcessorPil.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,12 +16,20 @@ from mjax.data.multimodal.decoders import Decode, attempt
 from mjax.data.multimodal.pixels import Bounds, decode_scaled, norm_pixels, size_of_picture
 from mjax.data.multimodal.sources import Item
 from mjax.data.multimodal.tiles import PictureReader
+from mjax.errors import UserError
 from mjax.models.towers.image_places import MERGED_SIDE, Grid, PackedImages, packed_row
 
 _SMALLEST = 16  # patches of a row
 
 # The pictures of a text: patches [n, N] and the grid of each.
 CutPatches = list[tuple[np.ndarray, Grid]]
+
+
+class Video(NamedTuple):
+    """A video in a text: the ids that stand for it, and the patches of each run of its tokens."""
+
+    ids: list[int]
+    cut: CutPatches
 
 
 def bounds_of(vision: VisionConfig) -> Bounds:
@@ -85,6 +94,36 @@ def patches_of_frames(
     patches = normed.reshape(*cut, channels)
     patches = patches.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return patches.reshape(grid.patches, vision.numbers), grid
+
+
+def with_items_in_place(
+    ids: Sequence[int], images: CutPatches, vision: VisionConfig, videos: Sequence[Video] = ()
+) -> tuple[list[int], list[int], CutPatches]:
+    """Ids in which images and videos have all their tokens; their places in `ids`; what they are.
+
+    An image or a video is one id before. Raises `UserError` where there are fewer than ids.
+    """
+    found, places, cut = [], [], []
+    left = {vision.image_token_id: iter(images), vision.video_token_id: iter(videos)}
+    for place, id in enumerate(ids):
+        own = [id]
+        if id is not None and id in left:
+            item = next(left[id], None)
+            if item is None:
+                raise UserError("a text has more <image> or <video> than are given; give one each")
+            own = item.ids if isinstance(item, Video) else own * item[1].tokens
+            cut += item.cut if isinstance(item, Video) else [item]
+        found += own
+        places += [place] * len(own)
+    return found, places, cut
+
+
+def packed_prompt(
+    ids: Sequence[int], images: CutPatches, vision: VisionConfig, videos: Sequence[Video] = ()
+) -> tuple[list[int], PackedImages]:
+    """A prompt with all tokens of its images and videos, and these, for `Engine.add`."""
+    ids, _, cut = with_items_in_place(ids, images, vision, videos)
+    return ids, PackedImages(*(array[0] for array in packed_images([ids], [cut], vision)))
 
 
 def packed_images(

@@ -1,6 +1,7 @@
 """Laws of texts with packed images (Qwen-VL): rows, positions, packed texts, meshes, generation."""
 
 import io
+import sys
 
 import jax
 import numpy as np
@@ -11,12 +12,15 @@ from mjax.config import load
 from mjax.config.schema.vision import VisionConfig
 from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.data.multimodal.packed import PackedTexts
+from mjax.data.multimodal.videos import cut_video, sampled_frames
 from mjax.errors import UserError
+from mjax.generate.__main__ import main as generate
 from mjax.models.towers.image_places import Grid, image_places, packed_row, text_places
 from mjax.prove import deviation
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
 from tests.laws.run.test_image_data import BYTES, config, write
+from tests.marks import slow
 
 QWEN_VL = [
     "model.vocab_size=260",
@@ -28,7 +32,7 @@ QWEN_VL = [
     "model.intermediate_size=40",
     "model.initializer_range=0.2",
     "model.vision={patch_size: 4, hidden_size: 16, intermediate_size: 24, num_attention_heads: 2, "
-    "image_token_id: 257, max_patches: 96, window_size: 16, min_pixels: 64, max_pixels: 640, "
+    "image_token_id: 257, video_token_id: 258, max_patches: 96, window_size: 16, min_pixels: 64, max_pixels: 640, "
     "deepstack_visual_indexes: [0]}",
     "model.rope.mrope_section=[2, 1, 1]",
     "data.tokenizer=byte",
@@ -103,6 +107,7 @@ def pictures(count: int = 9) -> list[dict]:
     return found
 
 
+@slow
 def test_packed_texts_have_the_loss_and_gradients_of_texts_apart(tmp_path, caplog):
     path = write(tmp_path, "tar", pictures())
     found, rows = [], []
@@ -144,3 +149,70 @@ def test_what_does_not_fit_together_is_one_line(change, said):
     load(None, [*QWEN_VL, "data.mock=true"])
     with pytest.raises(UserError, match=said):
         load(None, [*QWEN_VL, "data.mock=true", change])
+
+
+@slow
+def test_a_run_is_continued_by_generate_with_pictures_and_a_video(tmp_path, monkeypatch, capsys):
+    from mjax.train.__main__ import main as train
+
+    run, path = tmp_path / "run", write(tmp_path, "lines", pictures())
+    keys = [f"data.images.path={path}", f"run.dir={run}", "train.steps=2"]
+    keys += ["train.global_batch_size=8", "train.micro_batch_size=1", "precision.compute=float32"]
+    keys += ["data.images.packed=true"]
+    monkeypatch.setattr("sys.argv", ["train", *QWEN_VL, *keys])
+    train()
+    capsys.readouterr()
+    image = tmp_path / "wide.png"
+    Image.fromarray(np.zeros((9, 30, 3), np.uint8)).save(image)
+    told = ["--ckpt", str(run), "--tokenizer", "byte", "--max-new-tokens", "3"]
+    shown = [*told, "--image", str(image)]
+    generate([*shown, "--prompt", "see <image>", "--prompt", "none", "--temperature", "0"])
+    assert "== prompt 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="more <image> or <video> than are given"):
+        generate([*shown, "--prompt", "<image><image>"])
+    with pytest.raises(UserError, match="--image .*config.yaml: .*give a picture"):
+        generate([*told, "--image", str(run / "config.yaml"), "--prompt", "<image>"])
+    av = pytest.importorskip("av")
+    generate([*told, "--video", filmed(av, tmp_path / "a.mp4"), "--prompt", "see <video>"])
+    with pytest.raises(UserError, match="config.yaml: .*give a video"):
+        generate([*told, "--video", str(run / "config.yaml"), "--prompt", "<video>"])
+
+
+def filmed(av, path) -> str:
+    """A video of two seconds, 32 x 24 pixels, that grows brighter."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for number in range(16):
+            frame = np.full((24, 32, 3), 16 * number, np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+    return str(path)
+
+
+def test_frames_of_a_video_are_taken_evenly(tmp_path):
+    av = pytest.importorskip("av")
+    frames, seconds = sampled_frames(filmed(av, tmp_path / "a.mp4"))
+    assert len(frames) == 4 and frames[0].shape == (24, 32, 3)
+    np.testing.assert_allclose(seconds, np.array([0, 5, 10, 15]) / 8)
+    levels = [frame.mean() for frame in frames]
+    np.testing.assert_allclose(levels, [0, 80, 160, 240], atol=12)
+
+
+def test_a_video_is_one_run_of_tokens_or_one_a_pair_of_frames_after_its_time():
+    frames = [np.zeros((40, 24, 3), np.uint8)] * 4
+    seconds = np.array([0, 0.5, 1.0, 1.5])
+    vision = VISION.model_copy(update={"min_pixels": 64, "max_pixels": 640})
+    one = cut_video(frames, seconds, vision.model_copy(update={"tokens_per_second": 4}), BYTES)
+    (_, grid), *rest = one.cut
+    assert not rest and grid == Grid(2, 6, 4, 4.0) and one.ids == [8] * grid.tokens
+    several = cut_video(frames, seconds, vision, BYTES)
+    assert [grid for _, grid in several.cut] == [Grid(1, 6, 4)] * 2
+    text = BYTES.decode([id for id in several.ids if id != 8])
+    assert text == "".join(f"<{t} seconds><|vision_start|><|vision_end|>" for t in (0.2, 1.2))
+
+
+def test_without_pyav_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(UserError, match=r"a.mp4: videos need .*; install mjax\[vision\]"):
+        sampled_frames("a.mp4")
