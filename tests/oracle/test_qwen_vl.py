@@ -9,12 +9,13 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mjax.data.multimodal.pictures import packed_images, patches_of_picture
+from mjax.data.multimodal.pictures import packed_images, patches_of_frames, patches_of_picture
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.models.towers.image_places import PackedImages
 from tests.generation import made_ids
+from tests.marks import exhaustive, quick
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,
@@ -25,9 +26,9 @@ from tests.oracle.families import (
 IMAGE, VIDEO, PATCH = 88, 89, 4
 # The pictures of each row, [height, width]: two rows a case.
 CASES = {
+    "two": [[(13, 21), (40, 40)], [(9, 9), (40, 13)]],  # windows are cut off at both borders
     "none": [[], []],
-    "one": [[(24, 40)], [(50, 17)]],  # windows that are cut off at both borders
-    "two": [[(13, 21), (40, 40)], [(9, 9), (40, 13)]],
+    "one": [[(24, 40)], [(50, 17)]],
     "some": [[(18, 18)], []],
 }
 VISION = dict(depth=4, hidden_size=24, intermediate_size=20, num_heads=2, patch_size=PATCH)
@@ -99,7 +100,7 @@ def as_published(folder) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=quick(list(MAKERS), 0, 1))
 def hf(request, tmp_path_factory):
     model, folder = make(request.param), tmp_path_factory.mktemp(request.param) / "hf"
     model.save_pretrained(folder)
@@ -154,7 +155,7 @@ def test_patches_are_those_of_transformers(hf):
     np.testing.assert_array_equal([grid[:3] for _, grid in cut], theirs["image_grid_thw"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(list(CASES), 0))
 def test_logits_and_greedy_tokens(hf, case):
     theirs, folder, _ = hf
     ours = from_pretrained(folder)
@@ -168,6 +169,36 @@ def test_logits_and_greedy_tokens(hf, case):
     for row, tokens in enumerate(ids.tolist()):
         items = {"vision": PackedImages(*(array[row] for array in images))} if images else None
         assert made_ids(model, [tokens], 8, items) == made[row : row + 1, ids.shape[1] :].tolist()
+
+
+@exhaustive
+def test_a_video_beside_an_image(hf):
+    """Qwen2.5-VL has it in one run of tokens; Qwen3-VL has a run a pair of frames."""
+    theirs, folder, name = hf
+    ours, vision, rng = from_pretrained(folder), tower(folder), np.random.default_rng(3)
+    frames = rng.integers(0, 256, (4, 24, 32, 3), np.uint8)
+    patches, grid = patches_of_frames(frames, vision, [0.5], [0.5])
+    picture = patches_of_picture(frames[0], vision)
+    runs = [(patches, grid._replace(interval=vision.tokens_per_second * 0.7))]
+    if name != "qwen2_5_vl":
+        runs = [(own, grid._replace(frames=1)) for own in np.split(patches, 2)]
+    ids = [5, *[IMAGE] * picture[1].tokens, 6]
+    for _, own in runs:
+        ids += [7, *[VIDEO] * own.tokens, 8, 9]
+    ids = np.array([ids], np.int32)
+    images = packed_images(ids, [[picture, *runs]], vision)
+    given = {"input_ids": torch.tensor(ids.astype(int))}
+    given["mm_token_type_ids"] = torch.tensor((ids == IMAGE) + 2 * (ids == VIDEO)).int()
+    given["pixel_values"] = torch.tensor(picture[0])
+    given["image_grid_thw"] = torch.tensor([picture[1][:3]])
+    given["pixel_values_videos"] = torch.tensor(patches)
+    given["video_grid_thw"] = torch.tensor([grid[:3]])
+    if name == "qwen2_5_vl":
+        given["second_per_grid_ts"] = torch.tensor([0.7])
+    with torch.no_grad():
+        want = theirs(**given).logits.numpy()
+    got = jax.jit(lambda ids: ours.model(ids, images=images))(ids)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
 
 
 def test_loss_and_gradients(hf, tmp_path):

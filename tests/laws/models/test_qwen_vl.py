@@ -32,8 +32,8 @@ QWEN_VL = [
     "model.intermediate_size=40",
     "model.initializer_range=0.2",
     "model.vision={patch_size: 4, hidden_size: 16, intermediate_size: 24, num_attention_heads: 2, "
-    "image_token_id: 257, video_token_id: 258, max_patches: 96, window_size: 16, min_pixels: 64, max_pixels: 640, "
-    "deepstack_visual_indexes: [0]}",
+    "image_token_id: 257, video_token_id: 258, max_patches: 96, window_size: 16, min_pixels: 64, "
+    "max_pixels: 640, deepstack_visual_indexes: [0]}",
     "model.rope.mrope_section=[2, 1, 1]",
     "data.tokenizer=byte",
     "data.seq_length=48",
