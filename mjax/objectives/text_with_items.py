@@ -171,7 +171,7 @@ class WithItems(OfConfig, NextToken):
             rng = np.random.default_rng((seed, step, row))
             noise = rng.random((grid.patches, vision.numbers), np.float32)
             ids[: grid.tokens] = vision.image_token_id
-            made.append(packed_row(ids, [noise], [grid], vision))
+            made.append(packed_row(ids, [(noise, grid)], vision))
         return fields_of_packed(made) | {"tokens": tokens}
 
 

@@ -241,8 +241,8 @@ def with_packed(vision: VisionConfig, tokens: np.ndarray, documents: np.ndarray)
             ids[place : place + grid.tokens] = vision.image_token_id if is_one else VIDEO
             documents[row, place : place + grid.tokens] = documents[row, place]
             place += grid.tokens + 1
-        patches = [rng.normal(size=(grid.patches, vision.numbers)) for grid in grids]
-        rows.append(packed_row(ids, patches, grids, vision, documents[row]))
+        images = [(rng.normal(size=(grid.patches, vision.numbers)), grid) for grid in grids]
+        rows.append(packed_row(ids, images, vision, documents[row]))
     return fields_of_packed(rows) | {"tokens": tokens, "segment_ids": documents}
 
 

@@ -96,13 +96,9 @@ _ATTENTION = {
 _ROTATED = _ATTENTION | {"rotary": "attention.head_dim"}
 _BOTH_WAYS = _ROTATED | {"mask": "full"}
 _TOWER = _ATTENTION | {"mask": "full"}
-_PATCHES = _TOWER | {
-    "module": "mjax.models.towers.packed_vision:PatchAttention",
-    "shape": "vision",
-    "group": "vision",
-    "modality": "vision",
-    "rotary": "vision.head_dim",
-}
+_OF_VISION = {"shape": "vision", "group": "vision", "modality": "vision"}
+_PATCHES = _TOWER | _OF_VISION | {"rotary": "vision.head_dim"}
+_PATCHES |= {"module": "mjax.models.towers.packed_vision:PatchAttention"}
 _CROSS = {
     "name": "cross_attention",
     "sizes": _ATTENTION["sizes"],
@@ -117,6 +113,8 @@ _PROJECTOR = {
     "matmuls": ("projector_up", "projector_down"),
     "normed": False,
 }
+
+_MERGER = _PROJECTOR | _OF_VISION | {"shape": "patch_merger"}
 
 # THE table of branches, by their words. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
@@ -142,20 +140,10 @@ BRANCHES: dict[str, Branch] = {
     ),
     "vision_2d": Branch(**_PATCHES),
     "vision_window": Branch(**_PATCHES, within="windows"),
-    "patch_merger": Branch(
-        "mjax.models.towers.packed_vision:PatchMerger",
-        **_PROJECTOR,
-        shape="patch_merger",
-        group="vision",
-        modality="vision",
-    ),
+    "patch_merger": Branch("mjax.models.towers.packed_vision:PatchMerger", **_MERGER),
     "deep_merger": Branch(
         "mjax.models.towers.packed_vision:DeepMerger",
-        **_PROJECTOR,
-        shape="deep_merger",
-        group="vision",
-        modality="vision",
-        reads=DEEPSTACK,
+        **(_MERGER | {"shape": "deep_merger", "reads": DEEPSTACK}),
     ),
     "audio": Branch(
         **(_TOWER | {"shape": "audio", "group": "audio"}), letter="S", modality="audio"

@@ -43,50 +43,41 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
 def packed_towers_stand_before_mergers(c: Config) -> Iterator[str]:
     kinds, vision = c.model.layer_kinds, c.model.vision
     named = {"patch_merger", "deep_merger", "vision_2d", "vision_window"} & c.model.branches
-    if named and not vision.is_packed:
-        yield f"`model.vision.max_patches` is needed for {min(named)}"
-    if not vision.is_packed or not c.model.modalities:
+    if not vision.is_packed or not named:
+        if named:
+            yield f"`model.vision.max_patches` is needed for {min(named)}"
         return
-    towers = [n for n, kind in enumerate(kinds) if of_tower(kind)]
-    known = {"vision_2d+mlp", "vision_window+mlp"}
-    depth = len(towers)
-    starts = towers == list(range(depth)) and {*kinds[:depth]} <= known
-    rest = [kind for kind in kinds[depth:] if kind not in ("patch_merger", "deep_merger")]
-    text = {BRANCHES[word].mask for word in branches_of_model(rest)}
-    merges = kinds[depth : depth + 1] == ("patch_merger",) and kinds.count("patch_merger") == 1
-    if not (starts and merges and text == {"causal"} and c.model.modalities == ("vision",)):
+    depth = sum(map(of_tower, kinds))
+    text = branches_of_model(kinds[depth + 1 :]) - {"deep_merger"}
+    in_order = {*kinds[:depth]} <= {"vision_2d+mlp", "vision_window+mlp"}
+    in_order &= kinds[depth : depth + 1] == ("patch_merger",) and "patch_merger" not in text
+    if not in_order or {BRANCHES[word].mask for word in text} != {"causal"}:
         yield (
             "`model.layer_pattern`: packed images have layers of vision_2d or vision_window, "
             "one patch_merger after them, and then causal layers"
         )
     deep = vision.deepstack_visual_indexes
-    if (
-        len(deep) != kinds.count("deep_merger")
-        or deep != sorted({*deep})
-        or max(deep, default=0) >= depth
-    ):
+    if len(deep) != kinds.count("deep_merger") or deep != sorted({*deep} & {*range(depth)}):
         yield "`model.vision.deepstack_visual_indexes`: a deep_merger each, rising, in the tower"
 
 
 @rule("change either")
 def packed_images_have_sizes(c: Config) -> Iterator[str]:
-    vision, rope = c.model.vision, c.model.rope
-    if rope.mrope_section:
-        pairs = c.model.rotary_dim("full") // 2
-        if len(rope.mrope_section) != 3 or sum(rope.mrope_section) != pairs:
-            yield f"`model.rope.mrope_section` is not three numbers of {pairs} channel pairs in all"
+    vision, sections = c.model.vision, c.model.rope.mrope_section
+    pairs = c.model.rotary_dim("full") // 2
+    if sections and (len(sections) != 3 or sum(sections) != pairs):
+        yield f"`model.rope.mrope_section` is not three numbers of {pairs} channel pairs in all"
     if not vision.is_packed:
         return
-    if not rope.mrope_section:
+    if not sections:
         yield "`model.rope.mrope_section` is needed for packed images"
     if vision.head_dim % 4:
         yield f"`model.vision.hidden_size`: heads of {vision.head_dim} channels, no multiple of 4"
     if vision.min_pixels > vision.max_pixels:
         yield "`model.vision.min_pixels` is above `model.vision.max_pixels`"
-    if vision.window_size % (2 * vision.patch_size or 1):
+    has_windows = "vision_window" in c.model.branches
+    if vision.window_size % (2 * vision.patch_size or 1) or has_windows > vision.window_size:
         yield "`model.vision.window_size` is no multiple of two patches"
-    if "vision_window" in c.model.branches and not vision.window_size:
-        yield "`model.vision.window_size` is needed for vision_window"
     if c.mesh.towers:
         yield "`mesh.towers` is not built for packed images (`model.vision.max_patches`)"
     cuts = 4 * c.mesh.tp * (1 if c.mesh.cp == 1 else 2 * c.mesh.cp)

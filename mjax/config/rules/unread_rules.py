@@ -193,9 +193,7 @@ NEEDS = (
     _branches(
         "model.vision: hidden_size intermediate_size num_attention_heads hidden_act "
         "layer_norm_eps length_multiple",
-        "vision",
-        "vision_2d",
-        "vision_window",
+        *("vision", "vision_2d", "vision_window"),
     ),
     _branches("model.vision: embedding_norm", "vision"),
     _branches("model.vision.window_size", "vision_window"),

@@ -24,18 +24,13 @@ from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
-from mjax.data.multimodal.pictures import (
-    CutPatches,
-    ScaledReader,
-    patches_of_frames,
-    with_items_in_place,
-)
+from mjax.data.multimodal.pictures import ScaledReader, patches_of_frames, with_items_in_place
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
 from mjax.data.sentences.labelled import drawn_part, shuffled
 from mjax.errors import UserError, or_user_error
-from mjax.models.towers.image_places import packed_row
+from mjax.models.towers.image_places import CutImages, packed_row
 from mjax.models.towers.modalities import MODALITIES, features_of_tiles
 from mjax.models.towers.tiles import Features, padded_features
 from mjax.objectives.text_with_items import fields_of_packed, items_of
@@ -155,7 +150,10 @@ class ImageTextDataset:
             array[~fits] = 0
             fields[MODALITIES[name].field] = array
         if cfg.model.vision.is_packed:
-            fields |= self._packed_fields(ids[:, :-1], packed, fits)
+            rows = zip(ids[:, :-1], packed, fits, strict=True)
+            vision = cfg.model.vision
+            packed = [packed_row(row, own if good else (), vision) for row, own, good in rows]
+            fields |= fields_of_packed(packed)
         if cfg.model.vision.is_tiled:
             texts = [line.features if fits[row] else () for row, line in enumerate(chosen)]
             of_row = items_of(cfg, "vision"), *padded_features(texts)
@@ -219,13 +217,11 @@ class ImageTextDataset:
         A line that lacks a picture, or has no room for its tokens, stays as it was.
         """
         vision, scale = self.cfg.model.vision, self.cfg.data.images
-        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
-        pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
         shape = len(lines), vision.max_items, vision.row_length(vision.image_size), vision.numbers
         rows, found, is_whole = np.zeros(shape, np.float32), list(lines), np.ones(shape[0], bool)
-        for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
-            own = [next(pictures) for _ in items]
-            if any(picture is None for picture in own):
+        for row, own in enumerate(self._pictures(lines, fits)):
+            line = lines[row]
+            if own is None:
                 is_whole[row] = False
             elif own:
                 tiles, texts, features = cut_pictures(own, vision, scale.mean, scale.std, self.tags)
@@ -240,40 +236,35 @@ class ImageTextDataset:
 
     def _packed(
         self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
-    ) -> tuple[list[CutPatches], list[TokenizedSample], np.ndarray]:
+    ) -> tuple[list[CutImages], list[TokenizedSample], np.ndarray]:
         """(patches of each line's pictures, lines with their tokens, bool [B]: which are whole)."""
         vision, scale = self.cfg.model.vision, self.cfg.data.images
-        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
-        pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
-        found, cut, is_whole = list(lines), [], np.ones(len(lines), bool)
-        for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
-            own = [next(pictures) for _ in items]
-            is_whole[row] = all(picture is not None for picture in own)
-            cut.append([])
-            if own and is_whole[row]:
+        found, cut, is_whole = list(lines), [()] * len(lines), np.ones(len(lines), bool)
+        for row, own in enumerate(self._pictures(lines, fits)):
+            if own is None:
+                is_whole[row] = False
+            elif own:
                 frames = (np.stack([picture] * FRAMES) for picture in own)
                 patches = [patches_of_frames(f, vision, scale.mean, scale.std) for f in frames]
-                ids, places, _ = with_items_in_place(line.ids, patches, vision)
-                is_answer = [line.is_answer[at] for at in places]
-                line = replace(line, ids=ids, is_answer=is_answer)
-                total = sum(grid.patches for _, grid in patches)
-                if total > vision.max_patches:
-                    why = f"{total} patches: model.vision.max_patches is {vision.max_patches}"
-                    self.skipped.note(line.name, why)
-                is_whole[row] = total <= vision.max_patches and self._fits(line)
+                ids, places, _ = with_items_in_place(lines[row].ids, patches, vision)
+                is_answer = [lines[row].is_answer[at] for at in places]
+                line = replace(lines[row], ids=ids, is_answer=is_answer)
+                total, most = sum(grid.patches for _, grid in patches), vision.max_patches
+                if total > most:
+                    self.skipped.note(line.name, f"{total} patches: max_patches is {most}")
+                is_whole[row] = total <= most and self._fits(line)
                 if is_whole[row]:
                     found[row], cut[row] = line, patches
         return cut, found, is_whole
 
-    def _packed_fields(
-        self, tokens: np.ndarray, cut: Sequence[CutPatches], fits: Sequence[bool]
-    ) -> FieldArrays:
-        """The fields of packed images of texts [B, S]."""
-        rows = []
-        for ids, own, is_good in zip(tokens, cut, fits, strict=True):
-            patches, grids = zip(*own, strict=True) if own and is_good else ((), ())
-            rows.append(packed_row(ids, patches, grids, self.cfg.model.vision))
-        return fields_of_packed(rows)
+    def _pictures(
+        self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
+    ) -> list[list[np.ndarray] | None]:
+        """The pictures of each line, none of one that does not fit; None where one is lacking."""
+        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
+        read = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
+        pictures = [[next(read) for _ in items] for items in of_lines]
+        return [None if any(p is None for p in own) else own for own in pictures]
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[TokenizedSample]:

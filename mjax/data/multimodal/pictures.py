@@ -17,19 +17,16 @@ from mjax.data.multimodal.pixels import Bounds, decode_scaled, norm_pixels, size
 from mjax.data.multimodal.sources import Item
 from mjax.data.multimodal.tiles import PictureReader
 from mjax.errors import UserError
-from mjax.models.towers.image_places import MERGED_SIDE, Grid, PackedImages, packed_row
+from mjax.models.towers.image_places import MERGED_SIDE, CutImages, Grid, PackedImages, packed_row
 
 _SMALLEST = 16  # patches of a row
-
-# The pictures of a text: patches [n, N] and the grid of each.
-CutPatches = list[tuple[np.ndarray, Grid]]
 
 
 class Video(NamedTuple):
     """A video in a text: the ids that stand for it, and the patches of each run of its tokens."""
 
     ids: list[int]
-    cut: CutPatches
+    cut: CutImages
 
 
 def bounds_of(vision: VisionConfig) -> Bounds:
@@ -80,25 +77,17 @@ def patches_of_frames(
     count, height, width, channels = frames.shape
     side = vision.patch_size
     grid = Grid(count // FRAMES, height // side, width // side)
-    cut = (
-        grid.frames,
-        FRAMES,
-        grid.rows // MERGED_SIDE,
-        MERGED_SIDE,
-        side,
-        grid.columns // MERGED_SIDE,
-        MERGED_SIDE,
-        side,
-    )
+    pairs, rows, columns = grid.merged
     normed = norm_pixels(frames, mean, std, np.empty(frames.shape, np.float32), 3)
+    cut = pairs, FRAMES, rows, MERGED_SIDE, side, columns, MERGED_SIDE, side
     patches = normed.reshape(*cut, channels)
     patches = patches.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return patches.reshape(grid.patches, vision.numbers), grid
 
 
 def with_items_in_place(
-    ids: Sequence[int], images: CutPatches, vision: VisionConfig, videos: Sequence[Video] = ()
-) -> tuple[list[int], list[int], CutPatches]:
+    ids: Sequence[int], images: CutImages, vision: VisionConfig, videos: Sequence[Video] = ()
+) -> tuple[list[int], list[int], list]:
     """Ids in which images and videos have all their tokens; their places in `ids`; what they are.
 
     An image or a video is one id before. Raises `UserError` where there are fewer than ids.
@@ -119,7 +108,7 @@ def with_items_in_place(
 
 
 def packed_prompt(
-    ids: Sequence[int], images: CutPatches, vision: VisionConfig, videos: Sequence[Video] = ()
+    ids: Sequence[int], images: CutImages, vision: VisionConfig, videos: Sequence[Video] = ()
 ) -> tuple[list[int], PackedImages]:
     """A prompt with all tokens of its images and videos, and these, for `Engine.add`."""
     ids, _, cut = with_items_in_place(ids, images, vision, videos)
@@ -127,9 +116,7 @@ def packed_prompt(
 
 
 def packed_images(
-    tokens: Sequence[Sequence[int]],
-    images: Sequence[CutPatches],
-    vision: VisionConfig,
+    tokens: Sequence[Sequence[int]], images: Sequence[CutImages], vision: VisionConfig
 ) -> PackedImages:
     """The images of texts of equal length, [B, S] ids in which each has its tokens, in order.
 
@@ -137,8 +124,6 @@ def packed_images(
     """
     most = max((sum(len(patches) for patches, _ in own) for own in images), default=0)
     length = max(_SMALLEST, 1 << max(most - 1, 0).bit_length())
-    rows = []
-    for ids, own in zip(tokens, images, strict=True):
-        patches, grids = zip(*own, strict=True) if own else ((), ())
-        rows.append(packed_row(np.asarray(ids), patches, grids, vision, length=length))
+    pairs = zip(tokens, images, strict=True)
+    rows = [packed_row(np.asarray(ids), own, vision, length=length) for ids, own in pairs]
     return PackedImages(*(np.stack(parts) for parts in zip(*rows, strict=True)))

@@ -50,6 +50,10 @@ class Grid(NamedTuple):
         return self.patches // MERGED
 
 
+# The images of a text: the patches of each, [n, N], four of a merged token together, and its grid.
+CutImages = Sequence[tuple[np.ndarray, Grid]]
+
+
 class PackedImages(NamedTuple):
     """The images of texts, packed.
 
@@ -162,19 +166,16 @@ def _unlike(tokens: np.ndarray, stands: np.ndarray, grids: Sequence[Grid]) -> Us
 
 def packed_row(
     tokens: np.ndarray,
-    patches: Sequence[np.ndarray],
-    grids: Sequence[Grid],
+    images: CutImages,
     vision: VisionConfig,
     documents: np.ndarray | None = None,
     length: int | None = None,
 ) -> PackedImages:
-    """The images of a row, without the axis of rows: `patches` [n, N] of each grid.
-
-    `length`: of the row of the tower; None: that of a run.
-    """
+    """The images of a row, without the axis of rows. `length`: of it; None: that of a run."""
+    grids = [grid for _, grid in images]
     places, sources = image_places(grids, vision, length or vision.row_length())
     row = np.zeros((len(places), vision.numbers), np.float32)
     if len(sources):
-        row[: len(sources)] = np.concatenate(patches)[sources]
+        row[: len(sources)] = np.concatenate([patches for patches, _ in images])[sources]
     one = np.ones(len(tokens), int) if documents is None else documents
     return PackedImages(row, places, *text_places(tokens, grids, vision, one))

@@ -16,7 +16,7 @@ from mjax.data.multimodal.videos import cut_video, sampled_frames
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
 from mjax.models.towers.image_places import Grid, image_places, packed_row, text_places
-from mjax.prove import deviation
+from mjax.prove import Cell, compare, deviation, holds
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
 from tests.laws.run.test_image_data import BYTES, config, write
@@ -72,7 +72,7 @@ def test_a_feature_stands_for_its_own_patches_whatever_the_windows():
     grid, tokens = Grid(1, 6, 8), np.array([9] * 12)
     patches = np.arange(48.0)[:, None] * np.ones(VISION.numbers)
     for vision in (VISION, WINDOWED):
-        row = packed_row(tokens, [patches], [grid], vision, length=64)
+        row = packed_row(tokens, [(patches, grid)], vision, length=64)
         first = row.patches[::4, 0][row.features]
         np.testing.assert_array_equal(first, 4 * np.arange(12))
 
@@ -87,9 +87,9 @@ def test_a_feature_stands_for_its_own_patches_whatever_the_windows():
     ],
 )
 def test_images_and_tokens_that_do_not_agree_are_one_line(tokens, grids, said):
-    patches = [np.zeros((grid.patches, VISION.numbers)) for grid in grids]
+    images = [(np.zeros((grid.patches, VISION.numbers)), grid) for grid in grids]
     with pytest.raises(UserError, match=said):
-        packed_row(np.array(tokens), patches, grids, VISION)
+        packed_row(np.array(tokens), images, VISION)
 
 
 def pictures(count: int = 9) -> list[dict]:
@@ -216,3 +216,10 @@ def test_without_pyav_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UserError, match=r"a.mp4: videos need .*; install mjax\[vision\]"):
         sampled_frames("a.mp4")
+
+
+@slow
+def test_a_mesh_of_tp_pp_and_cp_equals_one_device():
+    """The whole row is `python -m mjax.prove --features qwen-vl`."""
+    record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), steps=2)
+    assert holds(record), record
