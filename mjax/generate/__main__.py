@@ -170,10 +170,16 @@ def _packed_prompts(
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             images.append(patches_of_picture(Path(name).read_bytes(), vision, *scale))
-    films = [cut_video(*sampled_frames(f), vision, tokenizer, *scale) for f in args.video]
-    pairs = [packed_prompt(row, images, vision, films) for row in ids]
-    items = [{"vision": own} if (own.features >= 0).any() else {} for _, own in pairs]
-    return [row for row, _ in pairs], items
+    films = []
+    for name in args.video:
+        frames, seconds = sampled_frames(name)
+        films.append(cut_video(frames, seconds, vision, tokenizer, *scale))
+    prompts, items = [], []
+    for row in ids:
+        prompt, own = packed_prompt(row, images, vision, films)
+        prompts.append(prompt)
+        items.append({"vision": own} if (own.features >= 0).any() else {})
+    return prompts, items
 
 
 def scale_of(args: argparse.Namespace, vision: "VisionConfig") -> tuple[list[float], list[float]]:

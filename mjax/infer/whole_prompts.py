@@ -67,7 +67,7 @@ def _filled_up(images: PackedImages, size: int) -> PackedImages:
 
 
 def position_shift(inputs: Mapping | None) -> int:
-    """What the positions after a prompt have above its tokens: an image takes fewer or more."""
+    """The number that positions after a prompt have above its tokens: images take fewer or more."""
     images = (inputs or {}).get("given", {}).get("vision")
     if not isinstance(images, PackedImages):
         return 0

@@ -362,7 +362,7 @@ def encode_with_items(
     marks = {}
     if "vision" in model.modalities and "<video>" in text:
         if model.vision.video_token_id is None:
-            said = "videos are not built for this model; give frames as images (<image>)"
+            said = "videos are not built; give frames as images (<image>)"
             raise UserError(f"<video> in a text: {said}")
         marks["<video>"] = [model.vision.video_token_id]
     for name in model.modalities:

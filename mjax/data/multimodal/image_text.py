@@ -262,9 +262,14 @@ class ImageTextDataset:
     ) -> list[list[np.ndarray] | None]:
         """The pictures of each line, none of one that does not fit; None where one is lacking."""
         of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
-        read = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
-        pictures = [[next(read) for _ in items] for items in of_lines]
-        return [None if any(p is None for p in own) else own for own in pictures]
+        items = [item for own in of_lines for item in own]
+        read = iter(self.readers["vision"].pictures(items))
+        found = []
+        for of_line in of_lines:
+            own = [next(read) for _ in of_line]
+            lacks = any(picture is None for picture in own)
+            found.append(None if lacks else own)
+        return found
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[TokenizedSample]:

@@ -122,8 +122,11 @@ def packed_images(
 
     `images`: of each text, as `patches_of_picture` gives them. Rows are as long as the fullest.
     """
-    most = max((sum(len(patches) for patches, _ in own) for own in images), default=0)
-    length = max(_SMALLEST, 1 << max(most - 1, 0).bit_length())
-    pairs = zip(tokens, images, strict=True)
-    rows = [packed_row(np.asarray(ids), own, vision, length=length) for ids, own in pairs]
+    length = _SMALLEST
+    for own in images:
+        while length < sum(grid.patches for _, grid in own):
+            length *= 2
+    rows = []
+    for ids, own in zip(tokens, images, strict=True):
+        rows.append(packed_row(np.asarray(ids), own, vision, length=length))
     return PackedImages(*(np.stack(parts) for parts in zip(*rows, strict=True)))

@@ -1,8 +1,8 @@
 """Videos as frames, decoded by PyAV, and what stands in a text for them (Qwen2.5-VL, Qwen3-VL).
 
-Frames are taken evenly, two a second, and two are a patch. Where `model.vision.tokens_per_second`
-is set, all tokens of a video stand together, and their positions tell the time. Else each pair of
-frames stands alone, after its time as text, as transformers' Qwen3VLProcessor writes it.
+Frames are taken evenly, two a second, and two are a patch. All tokens of a video stand together if
+`model.vision.tokens_per_second` is set, and their positions tell the time. Else each pair of frames
+stands alone, after its time as text, as transformers' Qwen3VLProcessor writes it.
 """
 
 from collections.abc import Sequence

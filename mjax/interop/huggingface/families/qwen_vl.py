@@ -271,24 +271,24 @@ _QWEN3 = _TextAndTower(
     act="gelu_pytorch_tanh",
     own=alike("deepstack_visual_indexes", "vision."),
 )
-_QWEN3_MOE_TEXT = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
-_QWEN3_MOE_TEXT |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936}
-_QWEN3_MOE_TEXT |= {"max_position_embeddings": 128000}
-_EXPERTS = {"num_experts": 60, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
-_EXPERTS |= {"moe_intermediate_size": 1408}
-_QWEN3_MOE = replace(
+_QWEN3_SPARSE_TEXT = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+_QWEN3_SPARSE_TEXT |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936}
+_QWEN3_SPARSE_TEXT |= {"max_position_embeddings": 128000}
+_MOE_KEYS = {"num_experts": 60, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
+_MOE_KEYS |= {"moe_intermediate_size": 1408}
+_QWEN3_SPARSE = replace(
     _QWEN3,
     name="qwen3_vl_moe",
     text=(
         required(norm_topk_prob=True),
         expert_layers(window_of_all, typed=False),
-        experts("num_experts", **_EXPERTS),
-        shape(_ACT, **_QWEN3_MOE_TEXT),
+        experts("num_experts", **_MOE_KEYS),
+        shape(_ACT, **_QWEN3_SPARSE_TEXT),
         mrope(5e5, (24, 20, 20), interleaved=True),
         biases(),
     ),
 )
-_GATE_UP = ("experts.gate_proj.weight", "experts.up_proj.weight")
+_IN_ONE = ("experts.gate_proj.weight", "experts.up_proj.weight")
 _FC = (("mlp.up_proj", "mlp.linear_fc1"), ("mlp.down_proj", "mlp.linear_fc2"))
 _QWEN3_NAMES = _Names(
     tower="model.visual.",
@@ -328,9 +328,9 @@ QWEN_VL: dict[str, Family] = {
     "qwen3_vl_moe": Family.of(  # published files have experts' matrices [E, in, out]
         "Qwen3VLMoeForConditionalGeneration",
         ignored(*_OF_TEXT),
-        _both(_QWEN3_MOE),
+        _both(_QWEN3_SPARSE),
         fixed=_QWEN3_FIXED,
-        fused=_FUSED | {"experts.gate_up_proj": _GATE_UP},
+        fused=_FUSED | {"experts.gate_up_proj": _IN_ONE},
         rename=(("experts.down_proj.weight", "experts.down_proj"),),
         name_of=_QWEN3_NAMES.name_of,
         layouts={"expert_matrix": experts_stacked(inputs_first)},
