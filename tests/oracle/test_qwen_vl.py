@@ -245,6 +245,14 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
     [
         ({"vision_config": {"hidden_act": "relu"}}, "hidden_act='relu' is not supported"),
         ({"vision_config": {"spatial_merge_size": 4}}, "spatial_merge_size=4 is not supported"),
+        ({"vision_config": {"patch_size": 0}}, "make no patches"),
+        ({"vision_config": {"num_heads": 8}}, "channels are a multiple of 4"),
+        ({"vision_config": {"num_heads": 0}}, "make no patches"),
+        (
+            {"vision_config": {"hidden_size": "a"}},
+            "vision_config.hidden_size='a' is not of the kind",
+        ),
+        ({"text_config": {"rope_parameters": {"mrope_section": [1, 1]}}}, "is not three of"),
         ({"vision_config": {"novel": 1}}, "novel=1 is not known"),
         ({"text_config": {"model_type": "llama"}}, "model_type='llama' is not supported"),
     ],

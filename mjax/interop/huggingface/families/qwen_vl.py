@@ -116,6 +116,7 @@ def _both(kind: _TextAndTower) -> Part:
         tower = _layers_of_tower(kind, vision, fields)
         config |= vision  # what is left is judged with the rest
         deep = fields.get("vision.deepstack_visual_indexes", [])
+        _require_sizes(fields, deep, len(tower), len(of_text))
         layers = [*tower, _MERGER, *_with_mergers(of_text, len(deep))]
         fields |= {"layer_pattern": pattern_of(layers), "num_hidden_layers": len(layers)}
         return fields
@@ -171,6 +172,26 @@ def _tower_written(kind: _TextAndTower, cfg: ModelConfig) -> dict:
     if "num_position_embeddings" in kind.defaults:
         out["num_position_embeddings"] = (cfg.vision.patch_size and cfg.vision.grid()) ** 2
     return out
+
+
+def _require_sizes(fields: dict, deep: list[int], depth: int, layers: int) -> None:
+    """Raise `UserError` for numbers of a config.json that make no model."""
+    heads = fields["vision.num_attention_heads"]
+    if fields["vision.patch_size"] == 0 or heads == 0 or fields["vision.hidden_size"] % (4 * heads):
+        raise UserError(
+            "config.json: vision_config: patch_size, num_heads or hidden_size make no patches of "
+            "heads whose channels are a multiple of 4"
+        )
+    own = fields.get("attention.head_dim")
+    pairs = (own or fields["hidden_size"] // fields["attention.num_attention_heads"]) // 2
+    sections = fields["rope.mrope_section"]
+    if len(sections) != 3 or sum(sections) != pairs:
+        raise UserError(f"config.json: mrope_section={sections} is not three of {pairs} pairs")
+    if deep != sorted({*deep} & {*range(depth)}) or len(deep) > layers:
+        raise UserError(
+            f"config.json: deepstack_visual_indexes={deep} of a tower of {depth} layers and a text "
+            f"of {layers} is not supported"
+        )
 
 
 def _with_mergers(layers: Sequence[str], count: int) -> list[str]:
