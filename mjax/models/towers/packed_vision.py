@@ -211,12 +211,13 @@ def beside_given_packed(
     The images' text may be shorter than `tokens`, whose rest is text, and is -1 in what is padding.
     """
     length = min(tokens.shape[1], images.features.shape[1])
-    own = slice(0, length)
-    features = jnp.full_like(tokens, -1)
-    features = features.at[:, own].set(images.features[:, own])
+    more = tokens.shape[1] - length
+    features = jnp.asarray(images.features)[:, :length]
+    features = jnp.pad(features, ((0, 0), (0, more)), constant_values=-1)
+    given = jnp.asarray(images.axes)[:, :length]
+    given = jnp.pad(given, ((0, 0), (0, more), (0, 0)))
+    is_given = (tokens >= 0) & (jnp.arange(tokens.shape[1]) < length)
     axes = jnp.stack([text.positions] * TIME_AXES, -1)
-    is_given = tokens[:, own, None] >= 0
-    given = jnp.where(is_given, images.axes[:, own], axes[:, own])
-    axes = axes.at[:, own].set(given)
+    axes = jnp.where(is_given[..., None], given, axes)
     places = jnp.asarray(images.places)
     return beside_packed(text, places, features, axes), images.patches
