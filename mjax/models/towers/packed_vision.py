@@ -210,13 +210,14 @@ def beside_given_packed(
 
     The images' text may be shorter than `tokens`, whose rest is text, and is -1 in what is padding.
     """
-    length = min(tokens.shape[1], images.features.shape[1])
-    more = tokens.shape[1] - length
+    size = tokens.shape[1]
+    length = min(size, images.features.shape[1])
+    more = size - length
     features = jnp.asarray(images.features)[:, :length]
     features = jnp.pad(features, ((0, 0), (0, more)), constant_values=-1)
-    given = jnp.asarray(images.axes)[:, :length]
+    given = jnp.asarray(images.axes)[:, :length]  # a scatter makes XLA (jax 0.11.2) crash on meshes
     given = jnp.pad(given, ((0, 0), (0, more), (0, 0)))
-    is_given = (tokens >= 0) & (jnp.arange(tokens.shape[1]) < length)
+    is_given = (tokens >= 0) & (jnp.arange(size) < length)
     axes = jnp.stack([text.positions] * TIME_AXES, -1)
     axes = jnp.where(is_given[..., None], given, axes)
     places = jnp.asarray(images.places)
