@@ -26,6 +26,7 @@ from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
+    from mjax.config.schema.vision import VisionConfig
     from mjax.models.towers.tiles import Tiled
 
 Prompt = str | list[dict]  # text, or the messages of a chat
@@ -37,22 +38,15 @@ def main(argv: list[str] | None = None) -> None:
     most = args.max_new_tokens  # mistakes should show before anything is loaded
     params = SamplingParams(max_tokens=most, seed=args.seed, stop=args.stop, **settings)
     prompts = read_prompts(args)
-    import jax
-
-    from mjax.data.multimodal.tiles import expanded
     from mjax.infer.small_engine import of_batch, small_engine
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    mean, std = image_scale(model_folder(args.ckpt)) if args.image else (None, None)
+    pictures = args.image or args.video
+    mean, std = image_scale(model_folder(args.ckpt)) if pictures else (None, None)
     args.image_mean, args.image_std = args.image_mean or mean, args.image_std or std
-    images, texts = read_images(args, model.cfg, tokenizer)
-    given = {"vision": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
-    if model.cfg.vision.is_cut:
-        ids = [expanded(row, model.cfg.vision.image_token_id, texts)[0] for row in ids]
-    items = {name: item for name, item in given.items() if item is not None}
-    items = jax.tree.map(lambda array: array[0], items)
+    ids, items = items_of_prompts(args, model.cfg, tokenizer, ids)
     engine = small_engine(
         model.definition,
         model.params,
@@ -64,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         eos=end_ids(folder, tokenizer),
         donate=True,
     )
-    each = zip(ids, of_batch(params, len(ids)), strict=True)
-    rows = {engine.add(row, own, items=items).output.request_id: [] for row, own in each}
+    each = zip(ids, of_batch(params, len(ids)), items, strict=True)
+    rows = {engine.add(row, own, items=beside).output.request_id: [] for row, own, beside in each}
     while engine.has_work:
         for update in engine.step():
             made, pieces = update.sample.answer.output, rows[update.request.output.request_id]
@@ -92,6 +86,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     about = "a picture for each <image> of a prompt, in order; all prompts see the same; repeat"
     many = {"action": "append", "type": path_text, "default": [], "metavar": "F"}
     parser.add_argument("--image", **many, help=about)
+    about = "a video for each <video> of a prompt, likewise, for a model that reads them"
+    parser.add_argument("--video", **many, help=about)
     about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
     parser.add_argument("--audio", **many, help=about)
     scale = "what images lose and are divided by; without it as the run's data.images.mean and std "
@@ -144,6 +140,63 @@ def _json_prompts(path: Path) -> Iterator[Prompt]:
         yield prompt
 
 
+def items_of_prompts(
+    args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer, ids: list[list[int]]
+) -> tuple[list[list[int]], list[dict]]:
+    """(prompts with all tokens of their items, the items of each)."""
+    import jax
+
+    from mjax.data.multimodal.tiles import expanded
+
+    vision = cfg.vision
+    if args.video and not (vision.is_packed and vision.video_token_id):
+        raise UserError(f"--video {args.video[0]}: the model reads no videos; leave it out")
+    if vision.is_packed:
+        return _packed_prompts(args, cfg, tokenizer, ids)
+    images, texts = read_images(args, cfg, tokenizer)
+    given = {"vision": images, "audio": read_sounds(args, cfg)}
+    if vision.is_cut:
+        ids = [expanded(row, vision.image_token_id, texts)[0] for row in ids]
+    items = {name: item for name, item in given.items() if item is not None}
+    return ids, [jax.tree.map(lambda array: array[0], items)] * len(ids)
+
+
+def _packed_prompts(
+    args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer, ids: list[list[int]]
+) -> tuple[list[list[int]], list[dict]]:
+    """`items_of_prompts` of a model that reads pictures of any size, and videos."""
+    from mjax.data.multimodal.pictures import packed_prompt, patches_of_picture
+    from mjax.data.multimodal.videos import cut_video, sampled_frames
+
+    vision, scale, images = cfg.vision, scale_of(args, cfg.vision), []
+    for name in args.image:
+        with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
+            images.append(patches_of_picture(Path(name).read_bytes(), vision, *scale))
+    films = []
+    for name in args.video:
+        frames, seconds = sampled_frames(name)
+        films.append(cut_video(frames, seconds, vision, tokenizer, *scale))
+    prompts, items = [], []
+    for row in ids:
+        prompt, own = packed_prompt(row, images, vision, films)
+        prompts.append(prompt)
+        items.append({"vision": own} if (own.features >= 0).any() else {})
+    return prompts, items
+
+
+def scale_of(args: argparse.Namespace, vision: "VisionConfig") -> tuple[list[float], list[float]]:
+    """Mean and deviation of images. Raises `UserError` for numbers that are none."""
+    usual = usual_scale(vision)
+    mean, std = args.image_mean or usual[0], args.image_std or usual[1]
+    for option, numbers in (("--image-mean", mean), ("--image-std", std)):
+        if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
+            said = f"give one finite number, or model.vision.num_channels={vision.num_channels}"
+            raise UserError(f"{option} {' '.join(map(str, numbers))}: {said}")
+    if min(std) <= 0:
+        raise UserError(f"--image-std {' '.join(map(str, std))}: give numbers above 0")
+    return mean, std
+
+
 def read_images(
     args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer
 ) -> tuple["np.ndarray | Tiled | None", list[list[int]]]:
@@ -158,14 +211,7 @@ def read_images(
 
     _require_tower(cfg, "vision", f"--image {args.image[0]}")
     vision, found = cfg.vision, []
-    usual = usual_scale(vision)
-    mean, std = args.image_mean or usual[0], args.image_std or usual[1]
-    for option, numbers in (("--image-mean", mean), ("--image-std", std)):
-        if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
-            said = f"give one finite number, or model.vision.num_channels={vision.num_channels}"
-            raise UserError(f"{option} {' '.join(map(str, numbers))}: {said}")
-    if min(std) <= 0:
-        raise UserError(f"--image-std {' '.join(map(str, std))}: give numbers above 0")
+    mean, std = scale_of(args, vision)
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             encoded = Path(name).read_bytes()

@@ -36,7 +36,7 @@ from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
 from mjax.infer.step_runner import TOP, Result, StepRunner
-from mjax.infer.whole_prompts import PromptItem, require_generator, whole_inputs
+from mjax.infer.whole_prompts import PromptItem, position_shift, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
 GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
@@ -141,7 +141,8 @@ class Engine:
         """Put a request into the queue; its output grows with each `step`.
 
         items: what stands in the places of its tokens, those of an item in order, by modality.
-            "vision": images fp32 [I, H, W, C] or `Tiled`; "audio": log-mel frames [I, F, M].
+            "vision": images fp32 [I, H, W, C], `Tiled` or `PackedImages`; "audio": log-mel frames
+            [I, F, M].
         text: of the prompt, which an encoder reads if the model has one.
         Raises `UserError` for one that can never run, and `QueueFull` where too much waits.
         """
@@ -180,6 +181,7 @@ class Engine:
             top = min(TOP, self.cfg.vocab_size) if wanted else 0
             draws = draws_of([params.sampling], top)
             sample = RequestSample(request, answer, tokens, seed, draws, lane)
+            sample.shift = position_shift(inputs)
             sample.adapter = self.adapters.get(params.adapter, 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)

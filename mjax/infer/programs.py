@@ -58,12 +58,13 @@ def record_dtype(sizes: PoolSizes) -> np.dtype:
     length: tokens of the row, the new ones included. count: new tokens.
     slot: its place on the device. samples: 1 if it draws a token, 0 if not.
     adapter: the slot of its adapter where the model has several, else 0.
+    shift: what positions have above slots, after images that take fewer than their tokens.
     seed, index: of its noise. Settings of `Sampling`, by name.
     following: tokens after the new ones, where it draws none, [depths]; 0: not known.
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    names = "length", "count", "slot", "samples", "index", "adapter"
+    names = "length", "count", "slot", "samples", "index", "adapter", "shift"
     numbers = [(name, "<i4") for name in names]
     following = "following", "<i4", (sizes.depths,)
     table = "table", "<i4", (sizes.width,)
@@ -398,7 +399,8 @@ class EnginePrograms:
         of_token, position = tokens_of_rows(rows, math.prod(shape))
         pages, places = places_of_tokens(rows, of_token, position, PAGE)
         new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        positions = jnp.maximum(position, 0).reshape(shape)
+        positions = jnp.maximum(position, 0) + row["shift"][of_token]
+        positions = jnp.maximum(positions, 0).reshape(shape)
         info = replace(tokens_of(shape, positions, jnp.ones(shape, jnp.int32)), new=new)
         if has_slots(self.definition.specs):
             info = replace(info, adapters=row["adapter"][of_token].reshape(shape))

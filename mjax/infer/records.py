@@ -39,7 +39,7 @@ class RequestSample:
     written: the admission for which the record of its slot was filled. table: (pages, null pages
     among them) that the record has. counted: the admission after which its tokens were counted for
     penalties. adapter: the slot of its adapter, 0: none. guesses: of its next tokens, by the
-    model's own layers.
+    model's own layers. shift: what its positions have above its slots (`position_shift`).
     """
 
     request: Request
@@ -53,6 +53,7 @@ class RequestSample:
     counted: int = 0
     adapter: int = 0
     guesses: list[int] = field(default_factory=list)
+    shift: int = 0
 
     @property
     def may_draft(self) -> bool:
@@ -165,7 +166,7 @@ class Records:
             sample.written, sample.table = tokens.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
             own = {"seed": sample.seed, "index": sample.answer.output.index}
-            settings = settings | own | {"adapter": sample.adapter}
+            settings = settings | own | {"adapter": sample.adapter, "shift": sample.shift}
             for name, value in settings.items():
                 lane[name][tokens.slot] = value
             lane["table"][tokens.slot] = 0

@@ -10,13 +10,15 @@ import jax
 import numpy as np
 
 from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.towers import TowerConfig
 from mjax.errors import UserError
 from mjax.infer.checks import require_decoder
 from mjax.infer.records import holding
+from mjax.models.towers.image_places import PLACES, TIME_AXES, PackedImages
 from mjax.models.towers.tiles import CORNERS, PADDING, Tiled
 
-# Of one text: [I, H, W, C] or `Tiled` without its first axis; [I, F, M] of sounds.
-PromptItem = np.ndarray | Tiled
+# Of one text: [I, H, W, C], `Tiled` or `PackedImages` without a first axis; [I, F, M] of sounds.
+PromptItem = np.ndarray | Tiled | PackedImages
 
 
 def require_generator(cfg: ModelConfig) -> None:
@@ -48,10 +50,29 @@ def whole_inputs(
         return None
     # A sample that is preempted is computed anew, and may have made tokens of items itself.
     count = np.array([len(prompt)], np.int32)
+    given = dict(items)
+    if isinstance(given.get("vision"), PackedImages):
+        given["vision"] = _filled_up(given["vision"], holding(sizes, len(prompt)))
     return {
-        "given": jax.tree.map(lambda array: np.asarray(array)[None], dict(items)),
+        "given": jax.tree.map(lambda array: np.asarray(array)[None], given),
         "count": count,
     }
+
+
+def _filled_up(images: PackedImages, size: int) -> PackedImages:
+    """Packed images for a text of `size` tokens, of which the last are none of theirs."""
+    more = size - len(images.features)
+    features = np.pad(images.features, (0, more), constant_values=-1)
+    return images._replace(features=features, axes=np.pad(images.axes, ((0, more), (0, 0))))
+
+
+def position_shift(inputs: Mapping | None) -> int:
+    """The number that positions after a prompt have above its tokens: images take fewer or more."""
+    images = (inputs or {}).get("given", {}).get("vision")
+    if not isinstance(images, PackedImages):
+        return 0
+    count = int(inputs["count"][0])
+    return int(images.axes[0, :count].max(initial=-1)) + 1 - count
 
 
 def largest_inputs(cfg: ModelConfig, size: int) -> dict | None:
@@ -68,6 +89,12 @@ def largest_inputs(cfg: ModelConfig, size: int) -> dict | None:
     given = {}
     for name in cfg.modalities:
         tower = cfg.tower(name)
+        if tower.is_packed:
+            length = tower.row_length()
+            facts = shape(size, dtype="int32"), shape(size, TIME_AXES, dtype="int32")
+            places = shape(length, PLACES, dtype="int32")
+            given[name] = PackedImages(shape(length, tower.numbers), places, *facts)
+            continue
         given[name] = shape(tower.max_items, *tower.item_shape)
         if tower.is_tiled:
             corners = shape(size, CORNERS, dtype="int32")
@@ -84,6 +111,9 @@ def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Pro
     for name in cfg.modalities:
         tower = cfg.tower(name)
         found, given, size = items.get(name), 0, None
+        if tower.is_packed:
+            _check_packed(prompt, found, tower)
+            continue
         if found is not None:
             given, size = (found.pixels if tower.is_tiled else found).shape[:2]
         count, each = list(prompt).count(tower.token_id), tower.text_tokens(size)
@@ -94,3 +124,17 @@ def check_items(cfg: ModelConfig, prompt: Sequence[int], items: Mapping[str, Pro
                 f"generate: a prompt has {count} tokens {tower.token_id}, and {given} {tower.mark} "
                 f"of {each} tokens are given; give each its tokens"
             )
+
+
+def _check_packed(prompt: Sequence[int], images: PromptItem | None, vision: TowerConfig) -> None:
+    """Raise `UserError` unless packed images are those of the prompt."""
+    stands = np.isin(prompt, [vision.image_token_id, vision.video_token_id])
+    if images is None and not stands.any():
+        return
+    if not isinstance(images, PackedImages) or len(images.features) != len(prompt):
+        raise UserError(
+            f"generate: a prompt of {len(prompt)} tokens, of which {stands.sum()} stand for "
+            "images: give `PackedImages` that were made for it (`packed_row`)"
+        )
+    if ((images.features >= 0) != stands).any():
+        raise UserError("generate: the images were packed for another prompt; pack them for this")

@@ -15,6 +15,7 @@ import jax
 from mjax.config.languages.layer_pattern import (
     BRANCHES,
     DECODER,
+    DEEPSTACK,
     ENCODER,
     branches_of,
     stack_of,
@@ -24,6 +25,7 @@ from mjax.config.languages.layer_pattern import (
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
+from mjax.config.schema.vision import MERGED
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs
 from mjax.models.base.branch import branch_class
@@ -138,6 +140,8 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
         tower = model.tower(name)
         length = tower.row_length()
         sides[name] = Side(tower.max_items * length / seq_length, length)
+    if "vision" in sides:
+        sides[DEEPSTACK] = sides["vision"]
     if target_length is not None:
         sides[DECODER] = Side(target_length / seq_length, target_length)
     return sides
@@ -167,6 +171,8 @@ def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Si
     vision = model.vision
     if "projector" in kinds and vision.pixel_shuffle:
         passes *= vision.padded(vision.text_tokens()) / vision.row_length()
+    if {"patch_merger", "deep_merger"}.intersection(kinds):
+        passes /= MERGED
     return passes
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from mjax.config.schema.run import Config
+from mjax.models.towers.image_places import PLACES, TIME_AXES
 from mjax.models.towers.modalities import MODALITIES
 from mjax.models.towers.tiles import CORNERS
 
@@ -30,7 +31,8 @@ class BatchField:
         encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
         of all chunks, and the tokens of one. "images", "image_tokens" and "sounds", "sound_tokens":
         likewise. "pixels", "mels": the numbers that such a token is embedded from. "corners": of a
-        token, the features that it is made of (`models/towers/tiles.py`).
+        token, the features that it is made of (`models/towers/tiles.py`). "places", "axes": of a
+        patch, and of a token of a text with packed images (`models/towers/image_places.py`).
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -57,6 +59,7 @@ FURTHER_COLUMNS |= {modality.axes[1]: modality.columns for modality in MODALITIE
 def further_lengths(cfg: Config) -> dict[str, int | None]:
     """The lengths of the axes of a batch besides its rows and the columns of a row."""
     lengths = {"pixels": cfg.model.vision.numbers, "corners": CORNERS}
+    lengths |= {"places": PLACES, "axes": TIME_AXES}
     companions = cfg.model.companions(cfg.data.seq_length)
     if companions is not None:
         sizes = companions.count, companions.length

@@ -3,7 +3,7 @@
 A data set (`data/multimodal/image_text.py`) gives all fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ from mjax.config.schema.towers import TowerConfig
 from mjax.models.architectures import TextWithItems
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
+from mjax.models.towers.image_places import Grid, PackedImages, packed_row
 from mjax.models.towers.modalities import (
     MODALITIES,
     Items,
@@ -22,11 +23,15 @@ from mjax.models.towers.modalities import (
     features_of,
     features_of_tiles,
 )
+from mjax.models.towers.packed_vision import beside_packed
 from mjax.models.towers.tiles import features_of_one_tile, padded_features
 from mjax.models.towers.tower_mesh import row_axes, whole_rows_here
 from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import OfConfig
+
+# The fields of packed images, as `beside_packed` takes them.
+_PACKED_FACTS = "patch_places", "vision_features", "position_axes"
 
 
 def items_of(cfg: Config, name: str) -> Items:
@@ -64,15 +69,27 @@ class WithItems(OfConfig, NextToken):
                 axes = *axes, "corners"
                 found[f"{name}_weights"] = BatchField(np.float32, axes)
             found[f"{name}_features"] = BatchField(np.int32, axes, pad=-1)
+        if self.is_packed:
+            found["patch_places"] = BatchField(np.int32, ("batch", "image_tokens", "places"))
+            found["position_axes"] = BatchField(np.int32, ("batch", "seq", "axes"))
         return found
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether images are packed in rows of the tower (`models/towers/image_places.py`)."""
+        return "vision" in self.model.modalities and self.model.vision.is_packed
 
     def mask(self, batch: Batch) -> jax.Array:
         """fp32 [B, S]: the tokens that count."""
         mask = batch["loss_mask"]
         for name in self.model.modalities:
-            token = self.model.tower(name).token_id
-            for field in ("tokens", "labels"):
-                mask = mask * (batch[field] != token)
+            tower = self.model.tower(name)
+            tokens = [tower.token_id]
+            if name == "vision" and tower.video_token_id is not None:
+                tokens.append(tower.video_token_id)
+            for token in tokens:
+                for field in ("tokens", "labels"):
+                    mask = mask * (batch[field] != token)
         return mask
 
     def counts(self, batch: Batch) -> Scalars:
@@ -85,6 +102,10 @@ class WithItems(OfConfig, NextToken):
             columns = batch[MODALITIES[name].columns]
             if "cp" in row_axes(name, ctx):
                 columns = None
+            if name == "vision" and self.is_packed:
+                facts = (batch[field] for field in _PACKED_FACTS)
+                base = beside_packed(base, *facts, columns)
+                continue
             base = beside_items(
                 base,
                 name,
@@ -123,6 +144,9 @@ class WithItems(OfConfig, NextToken):
             tower = self.model.tower(name)
             items = items_of(self.cfg, name)
             field = MODALITIES[name].field
+            if name == "vision" and self.is_packed:
+                made |= {} if field in batch else self._packed_noise(tokens, seed, step, rows)
+                continue
             if field not in batch:
                 made[field] = random_items(tower, items, seed, step, rows)
                 behind = first + tower.text_tokens(items.size) + tower.is_tiled
@@ -136,6 +160,25 @@ class WithItems(OfConfig, NextToken):
                 found = features_of_tiles(tokens, tower, items, *padded_features(texts))
                 made[f"{name}_features"], made[f"{name}_weights"] = found
         return made
+
+    def _packed_noise(
+        self, tokens: np.ndarray, seed: int, step: int, rows: np.ndarray
+    ) -> HostBatch:
+        """Noise in the place of an image of 4 x 6 patches at the start of each row."""
+        vision, grid = self.model.vision, Grid(1, 4, 6)
+        made = []
+        for row, ids in zip(rows, tokens, strict=True):
+            rng = np.random.default_rng((seed, step, row))
+            noise = rng.random((grid.patches, vision.numbers), np.float32)
+            ids[: grid.tokens] = vision.image_token_id
+            made.append(packed_row(ids, [(noise, grid)], vision))
+        return fields_of_packed(made) | {"tokens": tokens}
+
+
+def fields_of_packed(rows: Sequence[PackedImages]) -> HostBatch:
+    """The fields of packed images, of those of each row."""
+    patches, *facts = (np.stack(parts) for parts in zip(*rows, strict=True))
+    return {"patches": patches[:, None]} | dict(zip(_PACKED_FACTS, facts, strict=True))
 
 
 def random_items(

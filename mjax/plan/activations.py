@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mjax.config.languages.layer_pattern import DECODER, ENCODER, stream_of
+from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK, ENCODER, stream_of
 from mjax.config.languages.remat import kept_names
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
@@ -122,6 +122,10 @@ def _layer_input(
         tp = ctx.of(name).parallel.tp
         shape = rows, length // tp, sizes_of_stream.hidden_size
         inputs[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
+    kept = len(cfg.model.vision.deepstack_visual_indexes)
+    if kept and "vision" in inputs:
+        *shape, width = inputs["vision"].shape
+        inputs[DEEPSTACK] = inputs["vision"].update(shape=(*shape, kept * width))
     if cfg.model.architecture.has_streams:
         return Streams(inputs, _shared(cfg, sizes))
     return inputs[DECODER]
@@ -139,9 +143,12 @@ def _token_facts(cfg: Config, shapes: StreamShapes) -> Tokens:
         if cfg.model.tower(name).is_tiled:
             features[name] = jnp.zeros(corners, jnp.int32)
             corner_weights[name] = jnp.zeros(corners, jnp.float32)
+    others = {name: tokens_of(shape, key=key) for name, shape in shapes.items()}
+    if "vision" in others:
+        others[DEEPSTACK] = others["vision"]
     return replace(
         tokens_of(text, positions, key=key),
-        others={name: tokens_of(shape, key=key) for name, shape in shapes.items()},
+        others=others,
         features=features,
         weights=corner_weights,
     )

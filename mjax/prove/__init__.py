@@ -26,10 +26,11 @@ from mjax.config.schema.towers import TowerConfig
 from mjax.config.schema.vision import VisionConfig
 from mjax.data.multimodal.tiles import features_of_images
 from mjax.models.base.adapted import is_of_adapter
+from mjax.models.towers.image_places import Grid, packed_row
 from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
-from mjax.objectives.text_with_items import items_of
+from mjax.objectives.text_with_items import fields_of_packed, items_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.prove.features import (
     DEEP,
@@ -57,6 +58,17 @@ IMAGE_SIZES: tuple[list[tuple[int, int]], ...] = (
     [(9, 20)],
     [(19, 12)],
 )
+
+
+# Patches of the images and videos of a text that has packed images, of one text after the other.
+GRIDS: tuple[list[Grid], ...] = (
+    [],
+    [Grid(1, 4, 6)],
+    [Grid(1, 2, 6), Grid(1, 6, 2)],
+    [Grid(2, 4, 2, 1.5)],
+    [Grid(1, 4, 2), Grid(1, 2, 2)],
+)
+VIDEO = 9  # the token of a video's patches
 
 
 class Cell(NamedTuple):
@@ -176,6 +188,8 @@ def with_items(cfg: Config, batch: dict) -> dict:
         ends = rows * 5 % tokens.shape[1]
         tokens[rows, ends] = cfg.model.contrastive.eos_token_id or 0
         return {"tokens": tokens} | fields
+    if cfg.model.vision.is_packed:
+        return with_packed(cfg.model.vision, tokens, batch["segment_ids"].copy())
     if cfg.model.vision.is_tiled:
         _, items = towers["vision"]
         return with_tiles(cfg.model.vision, tokens, items, fields)
@@ -214,6 +228,22 @@ def _place_items(
             tokens[has_item[:, None] & is_inside] = tower.token_id
             fields[MODALITIES[name].field][~has_item, number] = 0
             first = first + length + 1
+
+
+def with_packed(vision: VisionConfig, tokens: np.ndarray, documents: np.ndarray) -> dict:
+    """The fields of texts with no image, one of some size, or two, and with a video."""
+    rng, rows = np.random.default_rng(3), []
+    tokens[tokens == VIDEO] = 8
+    for row, ids in enumerate(tokens):
+        place, grids = row % 2, GRIDS[row % len(GRIDS)]
+        for grid in grids:
+            is_one = grid.frames == 1
+            ids[place : place + grid.tokens] = vision.image_token_id if is_one else VIDEO
+            documents[row, place : place + grid.tokens] = documents[row, place]
+            place += grid.tokens + 1
+        images = [(rng.normal(size=(grid.patches, vision.numbers)), grid) for grid in grids]
+        rows.append(packed_row(ids, images, vision, documents[row]))
+    return fields_of_packed(rows) | {"tokens": tokens, "segment_ids": documents}
 
 
 def with_tiles(vision: VisionConfig, tokens: np.ndarray, items: Items, fields: dict) -> dict:

@@ -58,6 +58,17 @@ MIMO = [
     "model.hidden_dropout=0.1",
 ]
 MIMO_DEEP = ["model.layer_pattern='V*2,[P],S*2,[Q],G*2'"]
+QWEN_VL = [
+    "model.num_hidden_layers=6",
+    "model.vision={image_size: 10, patch_size: 2, num_channels: 2, hidden_size: 32, norm: rmsnorm, "
+    "intermediate_size: 24, num_attention_heads: 8, hidden_act: silu, image_token_id: 7, "
+    "video_token_id: 9, max_patches: 40, length_multiple: 64, window_size: 8, "
+    "deepstack_visual_indexes: [0]}",
+    "model.attention.head_dim=8",
+    "model.rope.mrope_section=[2, 1, 1]",
+    "model.rope.mrope_interleaved=true",
+    "model.hidden_dropout=0.1",
+]
 # Each is a feature whose sharding could go wrong on its own.
 FEATURES = {
     "dense": [],
@@ -298,6 +309,12 @@ FEATURES = {
     ],
     # weights of both towers are whole over tp; whole images, not parts of all, go over cp
     "mimo, own mesh": [*MIMO, "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1}}"],
+    # images and a video in windows of two sizes, DeepStack, positions of three axes by turns
+    "qwen-vl": [
+        *QWEN_VL,
+        "model.layer_pattern='vision_2d+mlp,vision_window+mlp,"
+        "patch_merger,full+mlp,deep_merger,full+mlp'",
+    ],
     "sft": ["train.loss_divisor=sequences", "train.neftune_alpha=5.0"],
 }
 ADAPTERS = {
@@ -355,6 +372,7 @@ NAMES = {
     "mimo": "images and sounds in a text",
     "modernbert": "ModernBERT: windows to both sides",
     "llava-onevision": "LLaVA-OneVision: images in tiles",
+    "qwen-vl": "Qwen-VL: packed images and videos, mRoPE, DeepStack",
     "mimo, own mesh": "images and sounds, each tower with a mesh of its own",
     "sft": "fine-tuning: each document counts as one, noise on embeddings",
     "lora": "LoRA on all matrices and tables, with dropout",
@@ -372,6 +390,10 @@ DEEP = {
     "mimo": MIMO_DEEP,
     "mimo, own mesh": MIMO_DEEP,
     "llava-onevision": ["model.layer_pattern='V*3,[P],G*4'"],
+    "qwen-vl": [
+        "model.layer_pattern='vision_2d+mlp,vision_window+mlp,patch_merger,full+mlp,deep_merger,"
+        "(full+mlp)*3'",
+    ],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
     "clip": ["model.layer_pattern='V*4,G*4'"],
     "lora, hybrid": ["lora.alpha=1.0"],  # else eight layers magnify the rounding of fp32 tenfold
@@ -395,8 +417,9 @@ NO_RING = (
     "siglip",
     "mimo",
     "mimo, own mesh",
+    "qwen-vl",
     "modernbert",
 )
 MOST_TP = {"odd widths": 2}
 # Their towers have heads and lengths that 3 does not divide.
-NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo", "mimo, own mesh")
+NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo", "mimo, own mesh", "qwen-vl")

@@ -124,9 +124,9 @@ class ServedModel:
         )
 
     def _image(self, cfg: ModelConfig) -> ImageFacts | None:
-        """How prompts have images; those that are cut into tiles are not served."""
+        """How prompts have images; those in tiles or of their own sizes are not served."""
         vision = cfg.vision
-        if "vision" not in cfg.modalities or vision.is_cut:
+        if "vision" not in cfg.modalities or vision.is_cut or vision.is_packed:
             return None
         found, usual = image_scale(model_folder(self.options.model)), usual_scale(vision)
         scale = [tuple(own or other) for own, other in zip(found, usual, strict=True)]

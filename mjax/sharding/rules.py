@@ -36,6 +36,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "image_tokens": ("cp",),  # of each, or padding
     "pixels": (),  # of a patch
     "corners": (),  # of a token of a tiled image
+    "places": (),  # of a patch of a packed image
+    "axes": (),  # of positions
     "sounds": (),  # of a row
     "sound_tokens": ("cp",),
     "mels": (),  # of a sound's token

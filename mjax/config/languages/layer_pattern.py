@@ -31,6 +31,7 @@ from mjax.errors import UserError
 
 # Streams besides those of modalities (`models/base/streams.py`).
 ENCODER, DECODER = "encoder", "decoder"
+DEEPSTACK = "deepstack"  # outputs of some layers of a tower of images, side by side
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Branch:
     stream: the stream that its layer works on in a model with several; a tower's is its modality.
     modality: the group of `model` with the sizes of a tower's attention, or of the tower whose
         output a projector reads.
+    within: the field of `Tokens` whose equal values attend to each other.
+    reads: the stream that its layer reads; empty: that of its modality, or the encoder's.
     """
 
     module: str
@@ -71,6 +74,8 @@ class Branch:
     normed: bool = True
     stream: str = DECODER
     modality: str = ""
+    within: str = "segments"
+    reads: str = ""
 
     @property
     def has_heads(self) -> bool:
@@ -91,6 +96,9 @@ _ATTENTION = {
 _ROTATED = _ATTENTION | {"rotary": "attention.head_dim"}
 _BOTH_WAYS = _ROTATED | {"mask": "full"}
 _TOWER = _ATTENTION | {"mask": "full"}
+_OF_VISION = {"shape": "vision", "group": "vision", "modality": "vision"}
+_PATCHES = _TOWER | _OF_VISION | {"rotary": "vision.head_dim"}
+_PATCHES |= {"module": "mjax.models.towers.packed_vision:PatchAttention"}
 _CROSS = {
     "name": "cross_attention",
     "sizes": _ATTENTION["sizes"],
@@ -105,6 +113,8 @@ _PROJECTOR = {
     "matmuls": ("projector_up", "projector_down"),
     "normed": False,
 }
+
+_MERGER = _PROJECTOR | _OF_VISION | {"shape": "patch_merger"}
 
 # THE table of branches, by their words. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
@@ -128,6 +138,13 @@ BRANCHES: dict[str, Branch] = {
         group="vision",
         letter="P",
         modality="vision",
+    ),
+    "vision_2d": Branch(**_PATCHES),
+    "vision_window": Branch(**_PATCHES, within="windows"),
+    "patch_merger": Branch("mjax.models.towers.packed_vision:PatchMerger", **_MERGER),
+    "deep_merger": Branch(
+        "mjax.models.towers.packed_vision:DeepMerger",
+        **(_MERGER | {"shape": "deep_merger", "reads": DEEPSTACK}),
     ),
     "audio": Branch(
         **(_TOWER | {"shape": "audio", "group": "audio"}), letter="S", modality="audio"
@@ -394,6 +411,9 @@ def stream_of(kind: str) -> str:
 
 def stream_read_by(kind: str) -> str:
     """The stream that a layer reads beside its own."""
+    named = "".join(BRANCHES[word].reads for word in branches_of(kind))
+    if named:
+        return named
     return (modality_of(kind) or ENCODER) if of_decoder(kind) else DECODER
 
 

@@ -21,7 +21,7 @@ def towers_of(c: Config) -> Iterator[tuple[str, TowerConfig]]:
 def towers_stand_before_projectors(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     items = [kind for kind in kinds if modality_of(kind)]
-    if not items or c.model.architecture.compares:
+    if not items or c.model.architecture.compares or c.model.vision.is_packed:
         return
     last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
     text = branches_of_model(kinds[last + 1 :])
@@ -37,6 +37,52 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
             "`model.layer_pattern`: a text with items has the layers of each tower, one projector "
             "after them, and then causal layers"
         )
+
+
+@rule("write it as 'vision_2d+mlp*27, patch_merger, full+mlp, deep_merger, full+mlp*35'")
+def packed_towers_stand_before_mergers(c: Config) -> Iterator[str]:
+    kinds, vision = c.model.layer_kinds, c.model.vision
+    named = {"patch_merger", "deep_merger", "vision_2d", "vision_window"} & c.model.branches
+    if not vision.is_packed or not named:
+        if named:
+            yield f"`model.vision.max_patches` is needed for {min(named)}"
+        return
+    depth = sum(map(of_tower, kinds))
+    text = branches_of_model(kinds[depth + 1 :]) - {"deep_merger"}
+    in_order = {*kinds[:depth]} <= {"vision_2d+mlp", "vision_window+mlp"}
+    in_order &= kinds[depth : depth + 1] == ("patch_merger",) and "patch_merger" not in text
+    if not in_order or {BRANCHES[word].mask for word in text} != {"causal"}:
+        yield (
+            "`model.layer_pattern`: packed images have layers of vision_2d or vision_window, "
+            "one patch_merger after them, and then causal layers"
+        )
+    deep = vision.deepstack_visual_indexes
+    if len(deep) != kinds.count("deep_merger") or deep != sorted({*deep} & {*range(depth)}):
+        yield "`model.vision.deepstack_visual_indexes`: a deep_merger each, rising, in the tower"
+
+
+@rule("change either")
+def packed_images_have_sizes(c: Config) -> Iterator[str]:
+    vision, sections = c.model.vision, c.model.rope.mrope_section
+    pairs = c.model.rotary_dim("full") // 2
+    if sections and (len(sections) != 3 or sum(sections) != pairs):
+        yield f"`model.rope.mrope_section` is not three numbers of {pairs} channel pairs in all"
+    if not vision.is_packed:
+        return
+    if not sections:
+        yield "`model.rope.mrope_section` is needed for packed images"
+    if vision.head_dim % 4:
+        yield f"`model.vision.hidden_size`: heads of {vision.head_dim} channels, no multiple of 4"
+    if vision.min_pixels > vision.max_pixels:
+        yield "`model.vision.min_pixels` is above `model.vision.max_pixels`"
+    has_windows = "vision_window" in c.model.branches
+    if vision.window_size % (2 * vision.patch_size or 1) or has_windows > vision.window_size:
+        yield "`model.vision.window_size` is no multiple of two patches"
+    if c.mesh.towers:
+        yield "`mesh.towers` is not built for packed images (`model.vision.max_patches`)"
+    cuts = 4 * c.mesh.tp * (1 if c.mesh.cp == 1 else 2 * c.mesh.cp)
+    if vision.row_length() % cuts:
+        yield f"`model.vision.length_multiple`: {vision.row_length()} patches a row over {cuts}"
 
 
 @rule("set it (docs/models/multimodal.md)")
@@ -110,7 +156,8 @@ def rows_can_be_packed(c: Config) -> Iterator[str]:
 def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
     needed = 0
     for name, tower in towers_of(c):
-        needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
+        if not tower.is_packed:
+            needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
     if c.data.mock and needed > c.data.seq_length and not c.model.architecture.compares:
         yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
 

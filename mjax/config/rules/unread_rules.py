@@ -192,8 +192,24 @@ NEEDS = (
     Need("model.vision", _PATCH, "patches", _reads_pixels),
     _branches(
         "model.vision: hidden_size intermediate_size num_attention_heads hidden_act "
-        "layer_norm_eps length_multiple embedding_norm",
-        "vision",
+        "layer_norm_eps length_multiple",
+        *("vision", "vision_2d", "vision_window"),
+    ),
+    _branches("model.vision: embedding_norm", "vision"),
+    _branches("model.vision.window_size", "vision_window"),
+    _branches("model.vision.deepstack_visual_indexes", "deep_merger"),
+    Need(
+        "model.vision: min_pixels max_pixels norm video_token_id tokens_per_second",
+        "model.vision.max_patches",
+        "a value",
+        lambda c: c.model.vision.is_packed,
+    ),
+    Need(
+        "model.vision: class_token max_images image_grid_pinpoints vision_aspect_ratio tile_tags "
+        "pixel_shuffle",
+        "model.vision.max_patches",
+        "0",
+        lambda c: not c.model.vision.is_packed,
     ),
     Need(
         "model.vision: image_token_id max_images image_grid_pinpoints vision_aspect_ratio "

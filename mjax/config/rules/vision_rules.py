@@ -74,7 +74,7 @@ def pooled_images_have_the_width(c: Config) -> Iterator[str]:
 @rule("set both, such that patches fill an image")
 def patches_fill_an_image(c: Config) -> Iterator[str]:
     vision = c.model.vision
-    if not vision.patch_size:
+    if not vision.patch_size or vision.is_packed:
         return
     if not vision.class_token and min(vision.image_size, c.image_size) >= vision.patch_size:
         return  # SigLIP's patches leave a border out
@@ -114,7 +114,8 @@ def tags_tell_tiles_apart(c: Config) -> Iterator[str]:
 
 @rule("raise it; what is more is padding, which no patch sees")
 def rows_hold_an_image(c: Config) -> Iterator[str]:
-    if not c.model.vision.patch_size or c.model.architecture.compares:
+    vision = c.model.vision
+    if not vision.patch_size or vision.is_packed or c.model.architecture.compares:
         return
     needed = c.model.vision.num_tokens(c.image_size)
     if c.model.modalities:

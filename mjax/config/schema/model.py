@@ -147,6 +147,12 @@ class RopeConfig(Group):
     """Pairs are channels 2i and 2i + 1 of a head (GLM, Cohere), as in MLA, not i and i + R/2."""
     rope_reversed: bool = False
     """Pairs turn the other way (nanochat)."""
+    mrope_section: list[int] = []
+    """Channel pairs that turn by the time, the row and the column of a token (Qwen-VL); empty: all
+    turn by its place.
+    """
+    mrope_interleaved: bool = False
+    """The sections take turns from pair to pair (Qwen3-VL)."""
 
 
 class MoeConfig(Group):
@@ -429,13 +435,13 @@ class ModelConfig(Group):
             "intermediate_size": tower.intermediate_size,
             "hidden_act": tower.hidden_act,
             "attention": attention,
-            "norm": "layernorm",
+            "norm": tower.kind_of_norm,
             "norm_eps": tower.layer_norm_eps,
             "norm_bias": True,
             "norm_placement": "pre",
             "norm_gain": True,
             "norm_zero_centered": False,
-            "mlp_gated": False,
+            "mlp_gated": tower.hidden_act == "silu",
             "mlp_bias": True,
             "mlp_multipliers": None,
             "residual_multiplier": None,
@@ -459,6 +465,8 @@ class ModelConfig(Group):
         """The number of channels of each head that RoPE turns in a branch."""
         group, _, name = BRANCHES[word].rotary.partition(".")
         head = getattr(getattr(self, group), name)
+        if BRANCHES[word].modality:
+            return head
         return int(head * self.rope.partial_rotary_factor)
 
     @property

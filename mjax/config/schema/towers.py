@@ -26,13 +26,16 @@ class TowerConfig(Group):
     is_cut: ClassVar[bool] = False
     is_tiled: ClassVar[bool] = False
     is_shuffled: ClassVar[bool] = False
+    is_packed: ClassVar[bool] = False
+    kind_of_norm: ClassVar[str] = "layernorm"
 
     hidden_size: UpTo24 = Field(0, ge=0)
     """Width of the tower's layers; 0: there are none."""
     intermediate_size: UpTo24 = Field(0, ge=0)
     """FFN width of the tower's layers."""
     num_attention_heads: UpTo16 = Field(1, ge=1)
-    hidden_act: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
+    hidden_act: Literal["gelu", "gelu_tanh", "quick_gelu", "silu"] = "gelu"
+    """silu: of a gate."""
     layer_norm_eps: float = Field(1e-5, gt=0)
     length_multiple: UpTo16 = Field(16, ge=1)
     """Pad the tokens of an item to a multiple of this, which tp and 2 x cp x tp divide."""

@@ -8,6 +8,8 @@ from mjax.config.schema.base import Group
 from mjax.config.schema.sizes import UpTo16, UpTo20, UpTo24
 from mjax.config.schema.towers import TowerConfig
 
+# Of Qwen-VL's towers: frames of a patch, and patches, two by two, that are one token of a text.
+FRAMES, MERGED = 2, 4
 HeightAndWidth = Annotated[list[Annotated[UpTo16, Field(ge=1)]], Field(min_length=2, max_length=2)]
 
 
@@ -50,6 +52,23 @@ class VisionConfig(TowerConfig):
     """
     pixel_shuffle: bool = False
     """Four patches, two by two, enter the projector as one of four times the channels."""
+    max_patches: UpTo20 = Field(0, ge=0)
+    """Patches of a text's images together, at most, each image in its own proportions (Qwen-VL);
+    0: images are squares of `image_size`.
+    """
+    min_pixels: UpTo24 = Field(3136, ge=1)
+    """Pixels that such an image is scaled up to."""
+    max_pixels: UpTo24 = Field(1003520, ge=1)
+    """Pixels that it is scaled down to."""
+    window_size: UpTo20 = Field(0, ge=0)
+    """Pixels of a side of the windows of vision_window (Qwen2.5-VL)."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    deepstack_visual_indexes: list[UpTo16] = []
+    """Layers of the tower whose outputs enter the text again, by deep_merger (Qwen3-VL)."""
+    video_token_id: int | None = Field(None, ge=0)
+    """Token in whose place a patch of a video's frames stands; None: no videos are read."""
+    tokens_per_second: int = Field(0, ge=0)
+    """Positions of a text that pass in a second of a video; 0: timestamps stand in the text."""
     num_labels: int = Field(0, ge=0)
     """Classes told from an image's class token; 0: none."""
 
@@ -58,8 +77,22 @@ class VisionConfig(TowerConfig):
         return (image_size or self.image_size) // self.patch_size
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the images of a text lie in one row of the tower, each of a size of its own."""
+        return self.max_patches > 0
+
+    @property
+    def kind_of_norm(self) -> str:
+        return self.norm
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head of the tower."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def leading(self) -> int:
-        return int(self.class_token)
+        return int(self.class_token and not self.is_packed)
 
     @property
     def item_shape(self) -> tuple[int, int, int]:
@@ -67,6 +100,8 @@ class VisionConfig(TowerConfig):
 
     def num_tokens(self, size: int | None = None) -> int:
         """The tokens of an image: its class token, if it has one, and its patches."""
+        if self.is_packed:
+            return self.max_patches
         return self.leading + self.grid(size) ** 2
 
     @property
@@ -91,6 +126,8 @@ class VisionConfig(TowerConfig):
     @property
     def max_items(self) -> int:
         """Images of a text, at most, or tiles where one is cut into them."""
+        if self.is_packed:
+            return 1
         if self.tile_tags:
             return self.max_images * len(self.tile_tags)
         return max(self.max_images, 1 + self.most_tiles)
@@ -100,12 +137,15 @@ class VisionConfig(TowerConfig):
         return self.grid(size) // 2 if self.pixel_shuffle else self.grid(size)
 
     def text_tokens(self, size: int | None = None) -> int:
+        if self.is_packed:
+            return self.max_patches // MERGED
         return self.feature_grid(size) ** 2
 
     @property
     def numbers(self) -> int:
         """The numbers of a patch."""
-        return self.num_channels * self.patch_size**2
+        frames = FRAMES if self.is_packed else 1
+        return self.num_channels * frames * self.patch_size**2
 
 
 class ContrastiveConfig(Group):

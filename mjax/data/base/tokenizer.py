@@ -356,15 +356,18 @@ def encode_with_items(
     """The ids of a text, with those of all tokens of an item in the place of <image> or <audio>.
 
     `sizes`: of the items, by modality; None: those that the model's positions are for. An image in
-    tiles is one id, for its tokens depend on its size (`data/multimodal/tiles.py`). Raises
+    tiles or of its own size is one id, for its tokens depend on its size. Raises
     `UserError`, which says `where`, for words that use such an id.
     """
-    if "vision" in model.modalities and "<video>" in text:
-        raise UserError("<video> in a text: videos are not built; give frames as images (<image>)")
     marks = {}
+    if "vision" in model.modalities and "<video>" in text:
+        if model.vision.video_token_id is None:
+            said = "videos are not built; give frames as images (<image>)"
+            raise UserError(f"<video> in a text: {said}")
+        marks["<video>"] = [model.vision.video_token_id]
     for name in model.modalities:
         tower = model.tower(name)
-        count = 1 if tower.is_cut else tower.text_tokens((sizes or {}).get(name))
+        count = 1 if tower.is_cut or tower.is_packed else tower.text_tokens((sizes or {}).get(name))
         marks[tower.mark] = [tower.token_id] * count
     if all(tokenizer.encode(mark) == ids[:1] for mark, ids in marks.items()):
         of_id = {ids[0]: ids for ids in marks.values()}

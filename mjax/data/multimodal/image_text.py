@@ -19,18 +19,21 @@ import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
+from mjax.config.schema.vision import FRAMES
 from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.multimodal.pictures import ScaledReader, patches_of_frames, with_items_in_place
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
 from mjax.data.sentences.labelled import drawn_part, shuffled
 from mjax.errors import UserError, or_user_error
+from mjax.models.towers.image_places import CutImages, packed_row
 from mjax.models.towers.modalities import MODALITIES, features_of_tiles
 from mjax.models.towers.tiles import Features, padded_features
-from mjax.objectives.text_with_items import items_of
+from mjax.objectives.text_with_items import fields_of_packed, items_of
 
 # A modality's key in a line, and what decodes its files.
 KEYS = {"vision": IMAGES, "audio": SOUNDS}
@@ -94,7 +97,9 @@ class ImageTextDataset:
         self.lines = [lines[number] for number in numbers]
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
-        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})
+        readers = dict(READERS)
+        if cfg.model.vision.is_cut or cfg.model.vision.is_packed:
+            readers["vision"] = PictureReader if cfg.model.vision.is_cut else ScaledReader
         self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
@@ -124,7 +129,9 @@ class ImageTextDataset:
         fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            if cfg.model.tower(name).is_cut:
+            if cfg.model.tower(name).is_packed:
+                packed, chosen, is_read = self._packed(chosen, fits)
+            elif cfg.model.tower(name).is_cut:
                 items[name], chosen, is_read = self._in_tiles(chosen, fits)
             else:
                 items[name], is_read = self._items(name, chosen, fits)
@@ -142,6 +149,11 @@ class ImageTextDataset:
         for name, array in items.items():
             array[~fits] = 0
             fields[MODALITIES[name].field] = array
+        if cfg.model.vision.is_packed:
+            rows = zip(ids[:, :-1], packed, fits, strict=True)
+            vision = cfg.model.vision
+            packed = [packed_row(row, own if good else (), vision) for row, own, good in rows]
+            fields |= fields_of_packed(packed)
         if cfg.model.vision.is_tiled:
             texts = [line.features if fits[row] else () for row, line in enumerate(chosen)]
             of_row = items_of(cfg, "vision"), *padded_features(texts)
@@ -165,6 +177,8 @@ class ImageTextDataset:
             whys.append(f"{len(line.ids)} tokens: data.seq_length is {room}")
         for name, items in line.items.items():
             tower = model.tower(name)
+            if tower.is_packed:  # patches are counted once pictures are read
+                continue
             most = getattr(tower, f"max_{tower.item}s")
             if len(items) > most:
                 whys.append(f"{len(items)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}")
@@ -203,13 +217,11 @@ class ImageTextDataset:
         A line that lacks a picture, or has no room for its tokens, stays as it was.
         """
         vision, scale = self.cfg.model.vision, self.cfg.data.images
-        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
-        pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
         shape = len(lines), vision.max_items, vision.row_length(vision.image_size), vision.numbers
         rows, found, is_whole = np.zeros(shape, np.float32), list(lines), np.ones(shape[0], bool)
-        for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
-            own = [next(pictures) for _ in items]
-            if any(picture is None for picture in own):
+        for row, own in enumerate(self._pictures(lines, fits)):
+            line = lines[row]
+            if own is None:
                 is_whole[row] = False
             elif own:
                 tiles, texts, features = cut_pictures(own, vision, scale.mean, scale.std, self.tags)
@@ -221,6 +233,43 @@ class ImageTextDataset:
                     tiles = MODALITIES["vision"].rows(tiles, vision, shape[2])
                     found[row], rows[row, : len(tiles)] = line, tiles
         return rows, found, is_whole
+
+    def _packed(
+        self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
+    ) -> tuple[list[CutImages], list[TokenizedSample], np.ndarray]:
+        """(patches of each line's pictures, lines with their tokens, bool [B]: which are whole)."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        found, cut, is_whole = list(lines), [()] * len(lines), np.ones(len(lines), bool)
+        for row, own in enumerate(self._pictures(lines, fits)):
+            if own is None:
+                is_whole[row] = False
+            elif own:
+                frames = (np.stack([picture] * FRAMES) for picture in own)
+                patches = [patches_of_frames(f, vision, scale.mean, scale.std) for f in frames]
+                ids, places, _ = with_items_in_place(lines[row].ids, patches, vision)
+                is_answer = [lines[row].is_answer[at] for at in places]
+                line = replace(lines[row], ids=ids, is_answer=is_answer)
+                total, most = sum(grid.patches for _, grid in patches), vision.max_patches
+                if total > most:
+                    self.skipped.note(line.name, f"{total} patches: max_patches is {most}")
+                is_whole[row] = total <= most and self._fits(line)
+                if is_whole[row]:
+                    found[row], cut[row] = line, patches
+        return cut, found, is_whole
+
+    def _pictures(
+        self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
+    ) -> list[list[np.ndarray] | None]:
+        """The pictures of each line, none of one that does not fit; None where one is lacking."""
+        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
+        items = [item for own in of_lines for item in own]
+        read = iter(self.readers["vision"].pictures(items))
+        found = []
+        for of_line in of_lines:
+            own = [next(read) for _ in of_line]
+            lacks = any(picture is None for picture in own)
+            found.append(None if lacks else own)
+        return found
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[TokenizedSample]:

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mjax.config.schema.vision import MERGED, VisionConfig
 from mjax.data.base.best_fit import packed
 from mjax.data.corpus.gpt import FieldArrays
-from mjax.data.multimodal.image_text import ImageTextDataset
+from mjax.data.multimodal.image_text import ImageTextDataset, TokenizedSample
+from mjax.data.multimodal.pictures import tokens_of_picture
 from mjax.data.sentences.labelled import shuffled
+from mjax.models.towers.image_places import FRAME
 from mjax.models.towers.modalities import MODALITIES
 
 # The fields of a text that are copied to its place in a row.
@@ -33,11 +36,15 @@ class PackedTexts:
     def __init__(self, texts: ImageTextDataset, size: int | None):
         self.texts = texts
         cfg, model = texts.cfg, texts.cfg.model
-        room = cfg.data.seq_length, *(model.tower(name).max_items for name in model.modalities)
-        costs = [
-            (len(line.ids) - 1, *(len(line.items[name]) for name in model.modalities))
-            for line in texts.lines
-        ]
+        if model.vision.is_packed:
+            room = cfg.data.seq_length, model.vision.max_patches
+            costs = [_cost_of_packed(line, model.vision) for line in texts.lines]
+        else:
+            room = cfg.data.seq_length, *(model.tower(name).max_items for name in model.modalities)
+            costs = [
+                (len(line.ids) - 1, *(len(line.items[name]) for name in model.modalities))
+                for line in texts.lines
+            ]
         self.rows = packed(costs, room)
         self.size = len(self.rows) if size is None else size
         self.seed = cfg.run.seed
@@ -64,6 +71,8 @@ class PackedTexts:
             name: np.zeros((len(chosen), *of.shape[1:]), of.dtype) for name, of in texts.items()
         }
         whole["row_label"] -= 1
+        if "vision_features" in whole:
+            whole["vision_features"] -= 1
         number = 0
         for row, members in enumerate(chosen):
             place, counts = 0, dict.fromkeys(self.texts.readers, 0)
@@ -76,6 +85,9 @@ class PackedTexts:
                     whole["segment_ids"][row, columns] = document
                     whole["row_label"][row] = 0
                     place += length
+                    if "patch_places" in whole:
+                        _add_packed(whole, texts, row, number, columns)
+                        counts = {}
                     for name, first in counts.items():
                         more = len(self.texts.lines[member].items[name])
                         field = MODALITIES[name].field
@@ -83,3 +95,27 @@ class PackedTexts:
                         counts[name] += more
                 number += 1
         return whole
+
+
+def _cost_of_packed(line: TokenizedSample, vision: VisionConfig) -> tuple[int, int]:
+    """The tokens and the patches of a line, by the sizes of its pictures."""
+    tokens = [tokens_of_picture(item, vision) for item in line.items["vision"]]
+    return len(line.ids) - 1 + sum(tokens) - len(tokens), MERGED * sum(tokens)
+
+
+def _add_packed(
+    whole: FieldArrays, texts: FieldArrays, row: int, number: int, columns: slice
+) -> None:
+    """Add the packed images of a text to a row, in which it stands at `columns`."""
+    places, own = whole["patch_places"][row], texts["patch_places"][number]
+    first, count = (int((of[:, FRAME] > 0).sum()) for of in (places, own))
+    before = places[:, FRAME:].max(0)
+    here = slice(first, first + count)
+    places[here] = own[:count]
+    places[here, FRAME:] += before
+    whole["patches"][row, 0, here] = texts["patches"][number, 0, :count]
+    length = columns.stop - columns.start
+    features = texts["vision_features"][number, :length]
+    moved = np.where(features >= 0, features + first // MERGED, -1)
+    whole["vision_features"][row, columns] = moved
+    whole["position_axes"][row, columns] = texts["position_axes"][number, :length]

@@ -4,14 +4,16 @@ Invariant: the pixels are a function of the bytes and the sizes, whoever decodes
 """
 
 import io
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_NARROWEST = 200  # times that a side of a picture may be as long as the other
 _SPARE = 3.0  # a large image is first reduced by whole factors, to no less than so many times
 
 
@@ -30,6 +32,45 @@ def decode_image(encoded: bytes | np.ndarray, side: int, channels: int) -> np.nd
 def decode_picture(encoded: bytes | np.ndarray, channels: int) -> np.ndarray:
     """uint8 [H, W, 3], or [H, W] of one channel, in its own size; raises as `decode_image`."""
     return np.asarray(_of_8_bits(_opened(encoded), channels))
+
+
+class Bounds(NamedTuple):
+    """Sizes that a picture is scaled to: multiples of `unit`, `least` to `most` pixels in all."""
+
+    unit: int
+    least: int
+    most: int
+
+    def nearest(self, height: int, width: int) -> tuple[int, int]:
+        """The size for a picture, of nearly its proportions. Raises `ValueError` for a narrow one.
+
+        It is Qwen-VL's: a side is rounded, and up or down where the pixels are too few or too many.
+        """
+        if max(height, width) > _NARROWEST * min(height, width):
+            raise ValueError(f"{height} x {width} pixels are too narrow")
+        sides = height / self.unit, width / self.unit
+        found = [round(side) for side in sides]
+        pixels = math.prod(found) * self.unit**2
+        if pixels > self.most:
+            ratio = math.sqrt(height * width / self.most)
+            found = [max(math.floor(side / ratio), 1) for side in sides]
+        elif pixels < self.least:
+            ratio = math.sqrt(self.least / (height * width))
+            found = [math.ceil(side * ratio) for side in sides]
+        return found[0] * self.unit, found[1] * self.unit
+
+
+def decode_scaled(encoded: bytes | np.ndarray, channels: int, bounds: Bounds) -> np.ndarray:
+    """uint8 [H, W, channels] in the nearest size within bounds; raises as `decode_image`."""
+    image = _of_8_bits(_opened(encoded), channels)
+    height, width = bounds.nearest(image.height, image.width)
+    return np.asarray(image.resize((width, height), 3)).reshape(height, width, -1)  # 3: bicubic
+
+
+def size_of_picture(encoded: bytes | np.ndarray) -> tuple[int, int]:
+    """(height, width) of a picture that is not decoded; raises as `decode_image`."""
+    image = _opened(encoded)
+    return image.height, image.width
 
 
 def _opened(encoded: bytes | np.ndarray) -> "Image":

@@ -53,14 +53,18 @@ class PictureReader(ImageReader):
         """Makes uint8 [H, W, 3], or [H, W], of an encoded picture; can be pickled."""
         return partial(decode_picture, channels=self.cfg.model.vision.num_channels)
 
+    def flaw(self, decoded: np.ndarray) -> str | None:
+        """Why a picture cannot be cut, in words."""
+        found = attempt(best_size, *decoded.shape[:2], self.cfg.model.vision)
+        return found if isinstance(found, str) else None
+
     def pictures(self, items: Sequence[Item]) -> list[np.ndarray | None]:
         """Decode each item; None for one that cannot be used, which the log names."""
         found: list[np.ndarray | None] = [None] * len(items)
 
         def keep(place: int, decoded: np.ndarray | str) -> None:
             if not isinstance(decoded, str):
-                why = attempt(best_size, *decoded.shape[:2], self.cfg.model.vision)
-                decoded = why if isinstance(why, str) else decoded.copy()
+                decoded = self.flaw(decoded) or decoded.copy()
             if isinstance(decoded, str):
                 self.skipped.note(items[place].name, decoded)
             else:

@@ -18,7 +18,7 @@ from mjax.checkpoint.base.safetensors import Tensor
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.coded.mxfp4 import PackedTensor
-from mjax.interop.huggingface.families.bert import with_old_names
+from mjax.interop.huggingface.families.encoders import with_old_names
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed, expert_apart
 
 _TRUNKS = ("model.", "transformer.", "backbone.", "bert.", "roberta.")

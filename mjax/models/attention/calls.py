@@ -38,11 +38,13 @@ def attention_arrays(
     tokens, ctx = inputs.tokens, inputs.ctx
     reads_source = BRANCHES[inputs.word].mask == "cross"
     keys = inputs.source.tokens if reads_source else tokens
+    within = BRANCHES[inputs.word].within
+    of_queries, of_keys = getattr(tokens, within), getattr(keys, within)
     has_dropout = ctx.training.dropout and cfg.attention.attention_dropout > 0
     relative = {} if inputs.shared is None else inputs.shared.relative
     return AttentionArrays(
         columns=(tokens.columns, keys.columns),
-        segments=None if keys.segments is None else (tokens.segments, keys.segments),
+        segments=None if of_keys is None else (of_queries, of_keys),
         sinks=sinks,
         relative=relative.get(inputs.word),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,

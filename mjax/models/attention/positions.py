@@ -17,9 +17,15 @@ from mjax.models.base.branch import Rope
 from mjax.models.base.context import Tokens
 from mjax.sharding.collectives import LOCAL, Parallel
 
+_TOWER_THETA = 10000.0  # of towers with rotary positions
+
 
 def frequencies(cfg: ModelConfig, word: str) -> Frequencies:
     """The frequencies of a kind of branch."""
+    if BRANCHES[word].modality:  # half of the channel pairs turn by rows, half by columns
+        channels = np.arange(0, cfg.rotary_dim(word) // 2, 2, dtype=np.float64)
+        of_axis = _TOWER_THETA ** (-2 * channels / cfg.rotary_dim(word))
+        return Frequencies(np.tile(of_axis, 2), 1.0)
     has_local_theta = BRANCHES[word].windowed and bool(cfg.rope.rope_local_theta)
     theta = cfg.rope.rope_local_theta if has_local_theta else cfg.rope.rope_theta
     dim = cfg.rotary_dim(word)
@@ -37,6 +43,20 @@ def frequencies(cfg: ModelConfig, word: str) -> Frequencies:
     factor = np.append(factor, np.ones(still))
     per_token = np.append(found.per_token, np.zeros(still))
     return Frequencies(per_token, factor)
+
+
+def axis_of_pairs(cfg: ModelConfig, word: str) -> np.ndarray:
+    """The axis of positions [B, S, A] that each channel pair of a branch turns by, int [R/2]."""
+    pairs = cfg.rotary_dim(word) // 2
+    if BRANCHES[word].modality:
+        return np.arange(pairs) // (pairs // 2)
+    sections = cfg.rope.mrope_section
+    if not cfg.rope.mrope_interleaved:
+        return np.repeat(np.arange(len(sections)), sections)
+    found = np.zeros(pairs, int)
+    for axis in range(1, len(sections)):
+        found[axis : 3 * sections[axis] : 3] = axis
+    return found
 
 
 def warmed(q: jax.Array, tokens: Tokens, cfg: ModelConfig) -> jax.Array:
@@ -73,7 +93,8 @@ def rope_of_layers(
             continue
         for word in branches_of(kind):
             if BRANCHES[word].rotary and word not in tables:
-                tables[word] = rope_tables(cfg, own.positions, word, parallel)
+                positions = own.positions if own.axes is None else own.axes
+                tables[word] = rope_tables(cfg, positions, word, parallel)
     return tables
 
 
@@ -82,14 +103,19 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of a kind of branch, fp32 [B, S, 1, R/2], of int32 positions [B, S].
 
-    `parallel` says over which devices a sequence's tokens may be split.
+    Positions of several axes are [B, S, A] (`Tokens.axes`). `parallel` says over which devices a
+    sequence's tokens may be split.
     """
     freq, factor = frequencies(cfg, word)
     freq = jnp.asarray(freq, jnp.float32)
     scaling = cfg.rope.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
         freq = longrope(freq, scaling, positions_BS, parallel)
-    positions = positions_BS[..., None, None].astype(jnp.float32)
+    if positions_BS.ndim == 2:
+        positions_BS = positions_BS[..., None]
+    else:
+        positions_BS = positions_BS[..., axis_of_pairs(cfg, word)]
+    positions = positions_BS[..., None, :].astype(jnp.float32)
     angles = positions * (-freq if cfg.rope.rope_reversed else freq)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 

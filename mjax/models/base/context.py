@@ -193,6 +193,10 @@ class Tokens:
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
         stands in the place of a token is their sum, each times its weight
         (`models/towers/tiles.py`).
+    axes [B, S, A] or None: positions along several axes, which RoPE reads in the place of
+        `positions`. A text has time, row and column. Patches have row and column, and the rows and
+        columns of their image. None: all are `positions`.
+    windows [B, S] or None: the windows of patches (`Branch.within`).
     adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
         adapters (`interop/adapter_stack.py`); 0: none.
     """
@@ -207,6 +211,8 @@ class Tokens:
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    axes: jax.Array | None = None
+    windows: jax.Array | None = None
     adapters: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":

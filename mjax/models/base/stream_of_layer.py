@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
-from mjax.config.languages.layer_pattern import DECODER, stream_of, stream_read_by
+from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK, stream_of, stream_read_by
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.branch import BranchInputs, BranchOutput, Source
-from mjax.models.base.context import PADDED_ROWS
+from mjax.models.base.context import PADDED_ROWS, Documents
 from mjax.models.base.streams import Streams
 
 
@@ -26,8 +27,22 @@ def run_on_stream(
     tokens, ctx = inputs.tokens, inputs.ctx.of(own)
     # A row of another stream is one item and padding; an encoder's are texts.
     if own != DECODER and not cfg.architecture.reads_target:
-        ctx = replace(ctx, documents=PADDED_ROWS)
+        holds_several = own in cfg.modalities and cfg.tower(own).is_packed
+        ctx = replace(ctx, documents=Documents() if holds_several else PADDED_ROWS)
     source = Source(x.activations.get(other), tokens.of(other))
     inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
     output = run(x.activations[own], inputs)
-    return output._replace(y=x.with_stream(own, output.y))
+    streams = x.with_stream(own, output.y)
+    if own == "vision" and DEEPSTACK in x.activations:
+        kept = deep_outputs(x.activations[DEEPSTACK], output.y, inputs.layer, cfg)
+        streams = streams.with_stream(DEEPSTACK, kept)
+    return output._replace(y=streams)
+
+
+def deep_outputs(
+    kept: jax.Array, y: jax.Array, layer: jax.Array | int, cfg: ModelConfig
+) -> jax.Array:
+    """`kept` [B, T/tp, n D'], with the output y [B, T/tp, D'] of a layer if it is one of the n."""
+    numbers = jnp.asarray(cfg.vision.deepstack_visual_indexes)
+    is_own = jnp.repeat(numbers == layer, y.shape[-1])
+    return jnp.where(is_own, jnp.tile(y, len(numbers)), kept)

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.towers import TowerConfig
 from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.towers.audio import FrameEmbedding, rows_of_frames
+from mjax.models.towers.image_places import PackedImages
+from mjax.models.towers.packed_vision import PackedPatchEmbedding, beside_given_packed
 from mjax.models.towers.tiles import NEWLINE, Tiled
 from mjax.models.towers.tower_mesh import rows_here
 from mjax.models.towers.vision import PatchEmbedding, rows_of_images
@@ -40,13 +43,19 @@ class Modality(NamedTuple):
     rows: Callable[[np.ndarray | jax.Array, TowerConfig, int], np.ndarray | jax.Array]
 
 
+def _embedding_of_patches(cfg: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The module that embeds the patches of squares, or of packed images."""
+    made = PackedPatchEmbedding if cfg.vision.is_packed else PatchEmbedding
+    return made(cfg, rngs)
+
+
 MODALITIES: dict[str, Modality] = {
     "vision": Modality(
         field="patches",
         axes=("images", "image_tokens", "pixels"),
         columns="image_columns",
         embedding="patch_embedding",
-        module=PatchEmbedding,
+        module=_embedding_of_patches,
         rows=rows_of_images,
     ),
     "audio": Modality(
@@ -162,7 +171,7 @@ def beside_given(
     text: Tokens,
     modality: str,
     tower: TowerConfig,
-    items: "jax.Array | Tiled | None",
+    items: "jax.Array | Tiled | PackedImages | None",
 ) -> tuple[Tokens, jax.Array | None, int | None]:
     """Facts about tokens [B, S] beside items [B, I, ...], rows [B*I, T, N] of them, and their size.
 
@@ -171,6 +180,13 @@ def beside_given(
     if items is None:
         features = jnp.full_like(tokens, -1)
         return replace(text, features=text.features | {modality: features}), None, None
+    if tower.is_packed != isinstance(items, PackedImages):
+        raise UserError(
+            f"{tower.mark}: a model reads images of their own sizes if model.vision.max_patches "
+            "is set, from `mjax.data.multimodal.pictures.packed_images`, and else squares or tiles"
+        )
+    if isinstance(items, PackedImages):
+        return *beside_given_packed(tokens, text, items), None
     tiled = items if isinstance(items, Tiled) else None
     if tower.is_tiled != (tiled is not None):
         raise UserError(

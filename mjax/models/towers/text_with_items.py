@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.languages.layer_pattern import DECODER
+from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.dropout import dropout
 from mjax.models.base.streams import EMBEDDING_SALT, SOUND_SALT, TEXT_SALT, Streams
@@ -42,8 +42,9 @@ class ItemParts:
     ) -> jax.Array:
         """The final normed activations [B, S, D] of a text.
 
-        `images` are [B, I, H, W, C] or `Tiled`, `audio` is log-mel frames [B, I, F, M]. They stand
-        in the places of `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
+        `images` are [B, I, H, W, C], `Tiled` or `PackedImages`, `audio` is log-mel frames
+        [B, I, F, M]. They stand in the places of `model.vision.image_token_id` and
+        `model.audio.audio_token_id`, in order.
         """
         given = {"vision": images, "audio": audio}
         return self.hidden(tokens, info, ctx, given=given)[0]
@@ -102,5 +103,8 @@ class ItemParts:
             own, tokens_of_items = ctx.of(name), info.of(name)
             x = module(rows[name], tokens_of_items, own, grid)
             rate = self.cfg.hidden_dropout
-            streams[name] = dropout(x, rate, tokens_of_items, own, _SALTS[name])
+            streams[name] = x = dropout(x, rate, tokens_of_items, own, _SALTS[name])
+            kept = len(self.cfg.vision.deepstack_visual_indexes)
+            if kept and name == "vision":
+                streams[DEEPSTACK] = jnp.zeros_like(jnp.tile(x, kept))
         return Streams(streams, self.joint.weights())

@@ -51,6 +51,7 @@ SAMPLE = [
     ("hybrid", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
     ("gated deltanet", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")),
     ("llava-onevision", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
+    ("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("sft", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
     ("lora", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
     ("lora, experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 3, cp_type="a2a")),

@@ -42,6 +42,12 @@ LLAVA += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2, image_token_id: 9}"
 ]
+QWEN_VL = ["model.layer_pattern='vision_2d+mlp, patch_merger, full+mlp*2'"]
+QWEN_VL += ["model.rope.mrope_section=[8, 12, 12]", "data.seq_length=32"]
+QWEN_VL += [
+    "model.vision={patch_size: 8, hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, "
+    "image_token_id: 9, max_patches: 64}"
+]
 CLIP = ["model.layer_pattern='V*2,G*2'", "train.objective=contrastive"]
 CLIP += ["train.micro_batch_size=8", "model.contrastive.projection_dim=16"]
 CLIP += [
@@ -277,6 +283,14 @@ BROKEN = {
     "towers_stand_before_projectors": (
         [*LLAVA, "model.layer_pattern='V,[P],B,G'"],
         "model.layer_pattern='V,[P],B,G': a text with items has the layers of each tower",
+    ),
+    "packed_towers_stand_before_mergers": (
+        [*QWEN_VL, "model.layer_pattern='vision_2d+mlp, full+mlp'"],
+        "model.layer_pattern='vision_2d+mlp, full+mlp': packed images have layers of vision_2d",
+    ),
+    "packed_images_have_sizes": (
+        [*QWEN_VL, "model.rope.mrope_section=[8, 8, 8]"],
+        "model.rope.mrope_section=[8, 8, 8] is not three numbers of 32 channel pairs in all",
     ),
     "towers_have_sizes": (
         [*LLAVA, "model.vision.intermediate_size=0"],

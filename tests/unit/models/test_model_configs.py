@@ -16,6 +16,7 @@ from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.run import LayerInputs, Layers
+from mjax.models.towers.image_places import PLACES, TIME_AXES, PackedImages
 from mjax.models.towers.tiles import Tiled
 from mjax.plan.execution import model_layers
 
@@ -70,6 +71,8 @@ PUBLISHED = {
     "siglip_so400m": 877_960_498,
     "llava_1_5_7b": 7_050_828_800,  # 7,063,427,072 with what of its tower is not read
     "llava_onevision_0_5b": 893_673_248,  # 893,675,552 with a norm that is not read
+    "qwen2_5_vl_7b": 8_292_166_656,
+    "qwen3_vl_8b": 8_767_123_696,
 }
 
 
@@ -84,7 +87,7 @@ def test_says_the_same_in_hugging_face_words(name):
     back = config_from_hf(config_to_hf(cfg.model))
     skipped = {"model_type", "vocab_multiple", "scaled_output_init"}
     skipped |= {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
-    skipped |= {"vision.length_multiple"}
+    skipped |= {"vision.length_multiple"}  # what a config.json says nothing of
     for key in leaf_keys(ModelConfig).keys() - skipped:
         assert value_of(back, key) == value_of(cfg.model, key), key
 
@@ -138,6 +141,10 @@ def test_traces_abstractly_at_full_size(name):
         if cfg.model.vision.is_tiled:
             corners = jax.ShapeDtypeStruct((1, 50, 4), jnp.int32)
             images = Tiled(images, corners, jax.ShapeDtypeStruct((1, 50, 4), jnp.float32))
+        if cfg.model.vision.is_packed:
+            patches = jax.ShapeDtypeStruct((1, 64, cfg.model.vision.numbers), jnp.float32)
+            facts = [(1, 64, PLACES), shape, (*shape, TIME_AXES)]
+            images = PackedImages(patches, *(jax.ShapeDtypeStruct(f, jnp.int32) for f in facts))
 
         def total(params, tokens, images):
             model = definition.bind(params)

@@ -215,7 +215,7 @@ DECODERS: dict[str, Family] = {
         _one_rope_or_none(),
         *sizes_with_rope(rms_norm_eps=1e-5),
         fixed=_QK_NORM | {"norm_placement": "post"},
-        left_out={"sliding_window": 4096},
+        left_out={"sliding_window": 4096, "num_key_value_heads": 32},
     ),
     "exaone_moe": Family.of(
         "ExaoneMoeForCausalLM",

@@ -33,7 +33,7 @@ UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
     moe.router_aux_loss_type moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
     moe.router_jitter_noise moe.sinkhorn moe.skip_padding vision.max_images
-    vision.length_multiple""".split()
+    vision.length_multiple vision.max_patches vision.min_pixels vision.max_pixels""".split()
 )
 
 MOST_LAYERS = 100_000

@@ -5,7 +5,6 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 (`ParamSpec.hf`, Llama's).
 """
 
-from mjax.interop.huggingface.families.bert import ENCODERS
 from mjax.interop.huggingface.families.decoders import DECODERS, MIXTRAL_RENAMES
 from mjax.interop.huggingface.families.deepseek import (
     MIMO_PREDICTIONS,
@@ -20,6 +19,7 @@ from mjax.interop.huggingface.families.deepseek import (
     with_prediction_layer,
     without_missing_predictions,
 )
+from mjax.interop.huggingface.families.encoders import ENCODERS, T5
 from mjax.interop.huggingface.families.family import (
     Family,
     experts_stacked,
@@ -52,9 +52,9 @@ from mjax.interop.huggingface.families.parts import (
     two_dropouts,
     window_of_all,
 )
+from mjax.interop.huggingface.families.qwen_vl import QWEN_VL
 from mjax.interop.huggingface.families.recent import GPT_OSS_RENAMES, RECENT, gpt_oss
 from mjax.interop.huggingface.families.rope import rope, sizes_with_rope, typed_rope
-from mjax.interop.huggingface.families.t5 import T5
 from mjax.interop.huggingface.families.vision import VISION
 
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
@@ -303,5 +303,6 @@ FAMILIES: dict[str, Family] = {
     **ENCODERS,
     **T5,
     **VISION,
+    **QWEN_VL,
 }
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
