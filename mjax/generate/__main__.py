@@ -96,9 +96,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image-std", type=float, nargs="+", help="likewise")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", help="with --chat: the system message of every --prompt")
-    parser.add_argument(
-        "--no-bos", action="store_true", help="do not put the tokenizer's BOS first"
-    )
+    bare = "do not put the tokenizer's BOS first"
+    parser.add_argument("--no-bos", action="store_true", help=bare)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     about = {
         "temperature": "0: always the likeliest token",

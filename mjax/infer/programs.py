@@ -64,11 +64,9 @@ def record_dtype(sizes: PoolSizes) -> np.dtype:
     table: its pages in order, [width]; 0 after its own.
     """
     settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    names = "length", "count", "slot", "samples", "index", "adapter", "shift"
-    numbers = [(name, "<i4") for name in names]
-    following = "following", "<i4", (sizes.depths,)
-    table = "table", "<i4", (sizes.width,)
-    return np.dtype([*numbers, ("seed", "<u4"), *settings, following, table])
+    numbers = [(n, "<i4") for n in "length count slot samples index adapter shift".split()]
+    lists = [("following", "<i4", (sizes.depths,)), ("table", "<i4", (sizes.width,))]
+    return np.dtype([*numbers, ("seed", "<u4"), *settings, *lists])
 
 
 class StepTokens(NamedTuple):

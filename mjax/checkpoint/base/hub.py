@@ -21,7 +21,7 @@ import mjax
 from mjax.checkpoint.base.safetensors import INDEX, files_of_index
 from mjax.errors import UserError, first_line, or_user_error
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(.+))?")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # What lies beside weights: config, tokenizer, chat templates, model card and license.
 _BESIDE = "*.json *.jinja *.model *.tiktoken *.txt README.md LICENSE*".split()
@@ -50,7 +50,7 @@ def hub_name(path: str | Path | None) -> HubName | None:
 
 def parse_hub_name(text: str) -> HubName | None:
     """The name that a text is, whatever is on disk; None if it has not that form."""
-    match = _NAME.fullmatch(text)
+    match = _HUB_NAME.fullmatch(text)
     return None if match is None else HubName(match[1], match[2] or "main")
 
 

@@ -75,7 +75,7 @@ class Guesser(NamedTuple):
         ahead, x, token = ids, x.reshape(*ids.shape, -1), ends.drawn
         for depth, cache in enumerate(caches, 1):
             after = jnp.where(ends.draws, token, ends.following[:, depth - 1])
-            ahead = _shifted(ahead, after, ends)
+            ahead = _moved_on(ahead, after, ends)
             x, _, cache = model.predict(depth, x, ahead, info, self.ctx, cache)
             of_last = x.reshape(-1, x.shape[-1])[ends.last]
             token = self.draw(of_last, depth)
@@ -92,7 +92,7 @@ class Guesser(NamedTuple):
         return jnp.stack(found, 1), new_caches
 
 
-def _shifted(ids: jax.Array, after: jax.Array, ends: RowEnds) -> jax.Array:
+def _moved_on(ids: jax.Array, after: jax.Array, ends: RowEnds) -> jax.Array:
     """The token after each of ids [B, S], which at the ends of rows is `after` [R]."""
     where = jnp.where(ends.is_row, ends.last, ids.size)
     ahead = jnp.roll(ids.reshape(-1), -1).at[where].set(after, mode="drop")

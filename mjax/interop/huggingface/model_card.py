@@ -41,10 +41,10 @@ def with_card(
     kept = {CARD_OF_BASE: files[CARD]} if CARD in files else {}
     name = hub_name(ckpt)
     title = run_of(Path(ckpt)).absolute().name if name is None else name.repo
-    return files | kept | {CARD: _card(title, cfg, record if is_run else {}, license).encode()}
+    return files | kept | {CARD: _body(title, cfg, record if is_run else {}, license).encode()}
 
 
-def _card(title: str, cfg: ModelConfig, record: dict, license: str | None) -> str:
+def _body(title: str, cfg: ModelConfig, record: dict, license: str | None) -> str:
     base = _base_of_record(record)
     metadata: dict[str, Any] = {"library_name": "transformers", "license": license or "unknown"}
     if base is not None and hub_name(base) is not None:
