@@ -22,7 +22,7 @@ BOUND = 1e-5
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Logits exist for 16 tokens at a time, so that a chunk has several such parts."""
-    monkeypatch.setattr("mjax.infer.programs._LOGITS", 16 * VOCAB)
+    monkeypatch.setattr("mjax.infer.sample._LOGITS", 16 * VOCAB)
 
 
 @functools.cache
