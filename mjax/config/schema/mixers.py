@@ -20,6 +20,8 @@ class MlaConfig(Group):
     """Part of them with RoPE; that of keys is one for all heads."""
     v_head_dim: UpTo20 = Field(0, ge=0)
     """Size of a head of values."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Of the norms of latents; Megatron's are the model's norm_eps, DeepSeek's 1e-6."""
 
     @property
     def qk_head_dim(self) -> int:

@@ -1,0 +1,166 @@
+"""Megatron-LM's names of every parameter: GPT, hybrid, BERT and T5 models.
+
+Layers are stacked on a leading axis or named by number, experts likewise. Of several names the
+first that is there counts: those of Transformer Engine's modules, then those of Megatron's own.
+Source: the `sharded_state_dict` of megatron/core's models.
+"""
+
+from mjax.checkpoint.base.source import Path as Leaf
+from mjax.config.languages.layer_pattern import ENCODER, stack_of, stream_of
+from mjax.config.schema.model import ModelConfig
+from mjax.interop.megatron.layouts import (
+    CROSS_KV,
+    FLAT,
+    FLAT_PAIR,
+    GATED,
+    KV,
+    KV_BIAS,
+    OUT,
+    PAIR,
+    PLAIN,
+    Q_BIAS,
+    ROWS,
+    TAPS,
+    TAPS_PAIR,
+    TRANSPOSED,
+    VOCABULARY,
+    MegatronLayout,
+    Q,
+)
+
+Named = tuple[tuple[str, ...], MegatronLayout]  # its names, and its layout
+
+
+def _norm(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...], Named]:
+    """The rows of a norm: `layer_norms` are linear layers that hold it, `also` its own name."""
+    rows = {}
+    for ours, theirs in (("gain", "weight"), ("bias", "bias")):
+        names = [f"{linear}.layer_norm_{theirs}" for linear in layer_norms]
+        names += [f"{also}.{theirs}"] if also else []
+        rows[(*name.split("."), ours)] = tuple(names), PLAIN
+    return rows
+
+
+_QKV, _FC1, _MIXER = "self_attention.linear_qkv", "mlp.linear_fc1", "mixer.in_proj"
+_ATTENTION, _CROSS = "self_attention.", "cross_attention."
+_IN = _MIXER + ".weight"
+
+WHOLE: dict[Leaf, Named] = {
+    ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY),
+    ("position_embedding",): (("embedding.position_embeddings.weight",), PLAIN),
+    ("type_embedding",): (("embedding.tokentype_embeddings.weight",), PLAIN),
+    ("final_norm", "gain"): (
+        tuple(f"{at}.weight" for at in ("decoder.final_layernorm", "decoder.final_norm")), PLAIN),
+    ("final_norm", "bias"): (
+        tuple(f"{at}.bias" for at in ("decoder.final_layernorm", "decoder.final_norm")), PLAIN),
+    ("head",): (("output_layer.weight", "lm_head.output_layer.weight"), VOCABULARY),
+    **_norm("joint.encoder_norm", also="encoder.final_layernorm"),
+    ("joint", "relative_B"): (("encoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
+    ("joint", "relative_G"): (("decoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
+    ("masked_head", "projection", "weight"): (("lm_head.dense.weight",), TRANSPOSED),
+    ("masked_head", "projection", "bias"): (("lm_head.dense.bias",), PLAIN),
+    **_norm("masked_head.norm", also="lm_head.layer_norm"),
+    ("masked_head", "bias"): (("output_layer.bias",), VOCABULARY),
+    ("vocabulary_bias",): (("lm_head.output_layer.bias",), VOCABULARY),
+    ("classifier", "pooler", "weight"): (("pooler.dense.weight",), TRANSPOSED),
+    ("classifier", "pooler", "bias"): (("pooler.dense.bias",), PLAIN),
+    ("classifier", "weight"): (("binary_head.weight",), PLAIN),
+    ("classifier", "bias"): (("binary_head.bias",), PLAIN),
+}  # fmt: skip
+
+LAYER: dict[Leaf, Named] = {  # within a layer
+    **_norm("attention_norm", _QKV, also="input_layernorm"),
+    ("attention", "q"): ((_QKV + ".weight",), Q),
+    ("attention", "kv"): ((_QKV + ".weight",), KV),
+    ("attention", "q_bias"): ((_QKV + ".bias",), Q_BIAS),
+    ("attention", "kv_bias"): ((_QKV + ".bias",), KV_BIAS),
+    **_norm("attention.q_norm", also=_ATTENTION + "q_layernorm"),
+    **_norm("attention.k_norm", also=_ATTENTION + "k_layernorm"),
+    ("attention", "sinks"): ((_ATTENTION + "core_attention.softmax_offset",), PLAIN),
+    ("attention", "out"): ((_ATTENTION + "linear_proj.weight",), OUT),
+    ("attention", "out_bias"): ((_ATTENTION + "linear_proj.bias",), PLAIN),
+    **_norm("cross_attention_norm", also="pre_cross_attn_layernorm"),
+    ("cross_attention", "q"): ((_CROSS + "linear_q.weight",), ROWS),
+    ("cross_attention", "q_bias"): ((_CROSS + "linear_q.bias",), FLAT),
+    ("cross_attention", "kv"): ((_CROSS + "linear_kv.weight",), CROSS_KV),
+    ("cross_attention", "kv_bias"): ((_CROSS + "linear_kv.bias",), CROSS_KV),
+    ("cross_attention", "out"): ((_CROSS + "linear_proj.weight",), OUT),
+    ("cross_attention", "out_bias"): ((_CROSS + "linear_proj.bias",), PLAIN),
+    **_norm("mlp_norm", _FC1, also="pre_mlp_layernorm"),
+    ("mlp", "up"): ((_FC1 + ".weight",), TRANSPOSED),
+    ("mlp", "up_bias"): ((_FC1 + ".bias",), PLAIN),
+    ("mlp", "down"): (("mlp.linear_fc2.weight",), TRANSPOSED),
+    ("mlp", "down_bias"): (("mlp.linear_fc2.bias",), PLAIN),
+    ("mlp", "router"): (("mlp.router.weight",), TRANSPOSED),
+    ("mlp", "router_bias"): (("mlp.router.bias",), PLAIN),
+    ("mlp", "expert_bias"): (("mlp.router.expert_bias",), PLAIN),
+    ("mlp", "latent_in"): (("mlp.fc1_latent_proj.weight",), TRANSPOSED),
+    ("mlp", "latent_out"): (("mlp.fc2_latent_proj.weight",), TRANSPOSED),
+    ("mlp", "shared", "up"): (("mlp.shared_experts.linear_fc1.weight",), TRANSPOSED),
+    ("mlp", "shared", "down"): (("mlp.shared_experts.linear_fc2.weight",), TRANSPOSED),
+    ("mlp", "shared_gate"): (("mlp.shared_experts.gate_weight",), TRANSPOSED),
+    **_norm("mamba_norm", _MIXER, also="norm"),
+    ("mamba", "inner"): ((_IN,), PAIR.ending(".z", ".x")),
+    ("mamba", "bc"): ((_IN,), PAIR.ending(".B", ".C")),
+    ("mamba", "dt"): ((_IN,), TRANSPOSED.ending(".dt")),
+    ("mamba", "x_conv"): (("mixer.conv1d.weight",), TAPS.ending(".x")),
+    ("mamba", "x_conv_bias"): (("mixer.conv1d.bias",), FLAT.ending(".x")),
+    ("mamba", "bc_conv"): (("mixer.conv1d.weight",), TAPS_PAIR.ending(".B", ".C")),
+    ("mamba", "bc_conv_bias"): (("mixer.conv1d.bias",), FLAT_PAIR.ending(".B", ".C")),
+    ("mamba", "A_log"): (("mixer.A_log",), PLAIN),
+    ("mamba", "D"): (("mixer.D",), PLAIN),
+    ("mamba", "dt_bias"): (("mixer.dt_bias",), PLAIN),
+    ("mamba", "norm"): (("mixer.norm.weight",), FLAT),
+    ("mamba", "out"): (("mixer.out_proj.weight",), OUT),
+}
+
+LATENT: dict[Leaf, Named] = {  # of latent attention, in the place of plain attention's
+    **_norm("attention_norm", also="input_layernorm"),
+    ("attention", "q"): ((_ATTENTION + "linear_q_proj.weight",), ROWS),
+    ("attention", "q_a"): ((_ATTENTION + "linear_q_down_proj.weight",), TRANSPOSED),
+    ("attention", "q_b"): ((_ATTENTION + "linear_q_up_proj.weight",), ROWS),
+    ("attention", "kv_a"): ((_ATTENTION + "linear_kv_down_proj.weight",), TRANSPOSED),
+    ("attention", "kv_b"): ((_ATTENTION + "linear_kv_up_proj.weight",), ROWS),
+    **_norm("attention.q_norm", _ATTENTION + "linear_q_up_proj", also=_ATTENTION + "q_layernorm"),
+    **_norm("attention.kv_norm", _ATTENTION + "linear_kv_up_proj", also=_ATTENTION + "kv_layernorm"),
+}  # fmt: skip
+
+PREDICTION: dict[Leaf, Named] = {  # within a layer of multi-token prediction
+    **_norm("embedding_norm", also="enorm"),
+    **_norm("hidden_norm", also="hnorm"),
+    **_norm("final_norm", also="final_layernorm"),
+    ("projection",): (("eh_proj.weight",), OUT),
+}
+
+EXPERTS = "mlp.experts.experts."
+
+
+def named_in_layer(path: Leaf, kind: str, cfg: ModelConfig) -> Named:
+    """Megatron's names within a layer of this kind, and the layout, of a parameter in it."""
+    names, layout = (LATENT if "mla" in kind else {}).get(path) or LAYER[path]
+    if "experts" in kind and path[:1] == ("mlp",) and path[1] in ("up", "down"):
+        names = tuple(name.replace("mlp.", EXPERTS, 1) for name in names)
+    is_up = path[-1] == "up" or path == ("mlp", "up_bias")
+    if is_up and cfg.mlp_gated:
+        layout = GATED if path[-1] == "up" else FLAT_PAIR.ending("_w", "_v")
+    return names, layout
+
+
+def layer_prefixes(cfg: ModelConfig) -> list[tuple[str, int, int]]:
+    """For each layer the prefix of its block, its number there, and the layers of the block."""
+    kinds = cfg.layer_kinds
+    blocks = ["encoder" if stream_of(kind) == ENCODER else "decoder" for kind in kinds]
+    found = []
+    for layer, block in enumerate(blocks):
+        found.append((f"{block}.layers.", blocks[:layer].count(block), blocks.count(block)))
+    return found
+
+
+def layers_of_stack(cfg: ModelConfig, stack: str) -> list[int]:
+    return [layer for layer, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
+
+
+def bert_names(named: Named) -> Named:
+    """Of a model that is an encoder alone, whose last norm is the encoder's."""
+    names, layout = named
+    return tuple(name.replace("decoder.", "encoder.") for name in names), layout
