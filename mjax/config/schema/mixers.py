@@ -21,7 +21,7 @@ class MlaConfig(Group):
     v_head_dim: UpTo20 = Field(0, ge=0)
     """Size of a head of values."""
     norm_eps: float = Field(1e-6, gt=0)
-    """Of the norms of latents; Megatron's are the model's norm_eps, DeepSeek's 1e-6."""
+    """Epsilon of the norms of latents: 1e-6 in DeepSeek's models, norm_eps in Megatron-LM."""
 
     @property
     def qk_head_dim(self) -> int:

@@ -1,7 +1,7 @@
 """Megatron-LM's saved arguments -> `ModelConfig`.
 
-Invariant: every argument that changes what a model computes is either translated here or, when it is
-on, refused by name. Arguments that only change how it is trained, sharded or rounded are not read.
+Invariant: every argument that changes what a model computes is either translated here or, when it
+is on, refused by name. Arguments that only change training, sharding or rounding are not read.
 An argument newer than this list shows as a tensor without a place, which is refused, too.
 Source: megatron/training/arguments.py, core/transformer/transformer_config.py, gpt_builders.py,
 hybrid_builders.py. Latent attention, experts and hybrid patterns are in `arguments_of_parts.py`.

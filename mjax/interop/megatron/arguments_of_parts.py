@@ -12,7 +12,7 @@ _MIXER_EPS = 1e-5  # of the gated norm in a MambaMixer, whatever norm_epsilon
 
 
 def latent_fields(args: Args) -> dict:
-    """Keys of latent attention; MLATransformerConfig's defaults for what older runs did not save."""
+    """Keys of latent attention; what older runs did not save is MLATransformerConfig's default."""
     if not args("qk_layernorm"):
         raise args.refuse("qk_layernorm", "leaves the latents without norms")
     if args("rope_type", "yarn") not in ("rope", "yarn"):
@@ -32,7 +32,7 @@ def latent_fields(args: Args) -> dict:
         "attention.num_key_value_heads": args.need("num_attention_heads"),
     }
     if args("rope_type", "yarn") == "rope":
-        scale = _temperature(factor, all_dims) ** 2 * (fixed + turned) ** -0.5
+        scale = _yarn_mscale(factor, all_dims) ** 2 * (fixed + turned) ** -0.5
         return found | ({"attention.attention_multiplier": scale} if all_dims else {})
     mscale = args("mscale", 1.0)
     scaling = {
@@ -45,11 +45,11 @@ def latent_fields(args: Args) -> dict:
         "mscale_all_dim": float(all_dims),
     }
     if mscale and not all_dims:  # which Hugging Face reads as no mscale at all
-        scaling["attention_factor"] = _temperature(factor, mscale)
+        scaling["attention_factor"] = _yarn_mscale(factor, mscale)
     return found | {"rope.rope_scaling": scaling}
 
 
-def _temperature(factor: float, mscale: float) -> float:
+def _yarn_mscale(factor: float, mscale: float) -> float:
     """YaRN's, of arXiv 2309.00071."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

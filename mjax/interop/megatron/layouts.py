@@ -7,14 +7,14 @@ megatron/core (transformer/attention.py, mlp.py, multi_latent_attention.py, ssm/
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 Fetch = Callable[..., np.ndarray]  # fetch(*slices, part=0): of one layer's or expert's, raw bits
 
 
@@ -24,8 +24,8 @@ class MegatronLayout:
     given by slices with start and stop. `parts`: the tensor has that many on its first axis.
     `endings`: names of tensors that hold a part each may end so."""
 
-    shape: Callable[[ModelConfig, Shape], Shape]
-    convert: Callable[[Fetch, ModelConfig, Shape, list[slice]], np.ndarray]
+    shape: Callable[[ModelConfig, TensorShape], TensorShape]
+    convert: Callable[[Fetch, ModelConfig, TensorShape, list[slice]], np.ndarray]
     parts: int = 1
     endings: tuple[str, ...] = ()
 
@@ -34,32 +34,50 @@ class MegatronLayout:
         return replace(self, endings=endings)
 
 
-def _rows_layout(pair: bool = False, embed: bool = True, taps: bool = False) -> MegatronLayout:
+@dataclass(frozen=True)
+class _RowsOfTensor:
     """Ours: [embed, pair, *rows, taps], of which rows are always there; Megatron's: [rows, embed],
     the two of a pair one after the other; [rows, 1, taps] of a convolution."""
 
-    def row_sizes(ours: Shape) -> Shape:
-        return ours[embed + pair : len(ours) - taps]
+    pair: bool
+    embed: bool
+    taps: bool
 
-    def shape(cfg: ModelConfig, ours: Shape) -> Shape:
-        rows = math.prod(row_sizes(ours)) * (2 if pair else 1)
-        return (rows, *ours[:embed], *((1, ours[-1]) if taps else ()))
+    def cut(self, axes: Sequence) -> tuple:
+        """The axes of ours before a pair, those of rows, and the taps."""
+        end = len(axes) - self.taps
+        return axes[: self.embed], axes[self.embed + self.pair : end], axes[end:]
 
-    def convert(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
-        sizes = row_sizes(ours)
-        rows = box[embed + pair : len(ours) - taps]
-        columns = box[:embed] + ([slice(0, 1), box[-1]] if taps else [])
+    def shape(self, cfg: ModelConfig, ours: TensorShape) -> TensorShape:
+        embed, rows, taps = self.cut(ours)
+        total = math.prod(rows) * (2 if self.pair else 1)
+        middle = (1,) if self.taps else ()
+        return (total, *embed, *middle, *taps)
+
+    def convert(
+        self, fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]
+    ) -> np.ndarray:
+        embed, rows, taps = self.cut(box)
+        _, sizes, _ = self.cut(ours)
+        one = slice(0, 1)
+        middle = [one] if self.taps else []
         inner = math.prod(sizes[1:])
         span = slice(rows[0].start * inner, rows[0].stop * inner)
+        of_pair = box[self.embed] if self.pair else one
         pieces = []
-        for part in range(box[embed].start, box[embed].stop) if pair else (0,):
-            x = fetch(span, *columns, part=part)
-            x = x.reshape(-1, *sizes[1:], *x.shape[1 + taps :])
-            pieces.append(x[(slice(None), *rows[1:])])
-        x = np.stack(pieces) if pair else pieces[0]
-        return np.moveaxis(x, -1, 0) if embed else x
+        for part in range(of_pair.start, of_pair.stop):
+            x = fetch(span, *embed, *middle, *taps, part=part)
+            columns = x.shape[1 + len(middle) :]
+            x = x.reshape(-1, *sizes[1:], *columns)
+            inside = slice(None), *rows[1:]
+            pieces.append(x[inside])
+        x = np.stack(pieces) if self.pair else pieces[0]
+        return np.moveaxis(x, -1, 0) if self.embed else x
 
-    return MegatronLayout(shape, convert, 2 if pair else 1)
+
+def _rows_layout(pair: bool = False, embed: bool = True, taps: bool = False) -> MegatronLayout:
+    rows = _RowsOfTensor(pair, embed, taps)
+    return MegatronLayout(rows.shape, rows.convert, 2 if pair else 1)
 
 
 def _rows_of_group(cfg: ModelConfig) -> tuple[int, int]:
@@ -77,11 +95,11 @@ def _query_groups(
     return x.reshape(-1, group + 2, cfg.attention.head_dim, *x.shape[1:])
 
 
-def _fused_shape(cfg: ModelConfig, ours: Shape, embed: int) -> Shape:
+def _fused_shape(cfg: ModelConfig, ours: TensorShape, embed: int) -> TensorShape:
     return (cfg.attention.num_key_value_heads * _rows_of_group(cfg)[1], *ours[:embed])
 
 
-def _q(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
+def _q(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     *embed, n, h = box
     group, _ = _rows_of_group(cfg)
     k = slice(n.start // group, -(-n.stop // group))
@@ -98,27 +116,27 @@ def _kv_of_groups(group: int, fetch: Fetch, cfg: ModelConfig, box: list[slice]) 
     return np.moveaxis(x, -1, 0) if embed else x
 
 
-def _kv(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
+def _kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     return _kv_of_groups(_rows_of_group(cfg)[0], fetch, cfg, box)
 
 
-def _cross_kv(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
+def _cross_kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     return _kv_of_groups(0, fetch, cfg, box)
 
 
-def _cross_shape(cfg: ModelConfig, ours: Shape) -> Shape:
+def _cross_shape(cfg: ModelConfig, ours: TensorShape) -> TensorShape:
     *embed, pair, k, h = ours
     return (pair * k * h, *embed)
 
 
-def _out(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
+def _out(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     n, h, d = box
     size = ours[1]
     x = fetch(d, slice(n.start * size, n.stop * size))
     return x.reshape(len(x), -1, size)[:, :, h].transpose(1, 2, 0)
 
 
-def _vocab(fetch: Fetch, cfg: ModelConfig, ours: Shape, box: list[slice]) -> np.ndarray:
+def _vocab(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     rows, *rest = box
     stop = max(min(rows.stop, cfg.vocab_size), rows.start)
     x = fetch(slice(rows.start, stop), *rest)
@@ -129,7 +147,7 @@ PLAIN = MegatronLayout(lambda cfg, ours: ours, lambda fetch, cfg, ours, box: fet
 TRANSPOSED = MegatronLayout(
     lambda cfg, ours: ours[::-1], lambda fetch, cfg, ours, box: fetch(*box[::-1]).T
 )
-ROWS, PAIR = _rows_layout(), _rows_layout(pair=True)
+OF_ROWS, PAIR = _rows_layout(), _rows_layout(pair=True)
 FLAT, FLAT_PAIR = _rows_layout(embed=False), _rows_layout(pair=True, embed=False)
 TAPS = _rows_layout(embed=False, taps=True)
 TAPS_PAIR = _rows_layout(pair=True, embed=False, taps=True)

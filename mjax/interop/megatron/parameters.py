@@ -1,7 +1,7 @@
 """Megatron-LM `torch_dist` checkpoints as a `Source`: where each of our parameters lies in them.
 
-Names are in `names.py`, layouts in `layouts.py`. Optimizer state, random state and `_extra_state`
-are left out; any other tensor without a place is refused. Source: megatron/core
+Names are in `parameter_names.py`, layouts in `layouts.py`. Optimizer state, random state and
+`_extra_state` are left out; any other tensor without a place is refused. Source: megatron/core
 (transformer/transformer_block.py, dist_checkpointing).
 """
 
@@ -19,13 +19,13 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.layouts import VOCABULARY, Fetch, MegatronLayout
-from mjax.interop.megatron.names import (
-    EXPERTS,
+from mjax.interop.megatron.parameter_names import (
+    EXPERTS_PREFIX,
     PREDICTION,
     WHOLE,
     bert_names,
     layer_prefixes,
-    layers_of_stack,
+    layers_in_stack,
     named_in_layer,
 )
 from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
@@ -129,7 +129,7 @@ def place_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLay
         kind = cfg.prediction_kinds[number]
         named = named_in_layer(path[2:], kind, cfg)
         return _behind(f"mtp.layers.{number}.transformer_layer.", named)
-    kind = cfg.layer_kinds[layers_of_stack(cfg, path[0])[0]]
+    kind = cfg.layer_kinds[layers_in_stack(cfg, path[0])[0]]
     return named_in_layer(path[1:], kind, cfg)
 
 
@@ -148,15 +148,15 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
     names, _ = place_of(path, cfg)
     options: list[Option] = [(name, ()) for name in names]
     if spec.axes[:1] == ("layers",):
-        layer = layers_of_stack(cfg, path[0])[at[0]]
+        layer = layers_in_stack(cfg, path[0])[at[0]]
         prefix, number, count = layer_prefixes(cfg)[layer]
         options = [(f"{prefix}{number}.{name}", ()) for name in names]
         options += [(f"{prefix}{name}", ((number, count),)) for name in names]
     if "experts" in spec.axes[:2]:
         expert = at[-1]
         stacked = [(name, (*lead, (expert, cfg.moe.num_experts))) for name, lead in options]
-        own = f"{EXPERTS.removesuffix('experts.')}{expert}."
-        options = stacked + [(name.replace(EXPERTS, own), lead) for name, lead in options]
+        own = f"{EXPERTS_PREFIX.removesuffix('experts.')}{expert}."
+        options = stacked + [(name.replace(EXPERTS_PREFIX, own), lead) for name, lead in options]
     return options
 
 

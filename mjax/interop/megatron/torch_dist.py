@@ -1,8 +1,8 @@
 """Reads Megatron-LM's `torch_dist` checkpoint folders, with neither Megatron nor torch installed.
 
 `metadata.json` says the format, `.metadata` of every tensor where its chunks lie, and each chunk is
-a torch zip archive within a `__R_N.distcp` file. What is not sharded lies in `common.pt`, since
-Megatron-core 0.19 in such a file, too, as the object `common_state`.
+a torch zip archive within a `__R_N.distcp` file. All that is not sharded lies in `common.pt`, and
+since Megatron-core 0.19 in such a file, too: the object `common_state`.
 Invariants: unpickling imports and runs nothing of the checkpoint's (unknown classes become
 `Inert`), and a part of a tensor opens only the files, and touches only the pages, that hold it.
 Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serialization.
@@ -33,7 +33,7 @@ _STORAGES = {
     "HalfStorage": np.dtype(np.float16),
     "DoubleStorage": np.dtype(np.float64),
 }
-_COMMON = "common_state/shard_0_1"
+_COMMON_STATE = "common_state/shard_0_1"
 _DAMAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
     TypeError, ValueError, OSError, struct.error,
@@ -147,7 +147,7 @@ def open_torch_dist(path: str | Path) -> TorchDist:
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         tensors = _tensors(metadata)
-        own = [i for i in metadata.storage_data if i.fqn == _COMMON]
+        own = [i for i in metadata.storage_data if i.fqn == _COMMON_STATE]
         if own and not (folder / "common.pt").exists():
             place = metadata.storage_data[own[0]]
             name = str(place.relative_path)

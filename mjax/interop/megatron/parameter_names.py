@@ -15,11 +15,11 @@ from mjax.interop.megatron.layouts import (
     GATED,
     KV,
     KV_BIAS,
+    OF_ROWS,
     OUT,
     PAIR,
     PLAIN,
     Q_BIAS,
-    ROWS,
     TAPS,
     TAPS_PAIR,
     TRANSPOSED,
@@ -31,7 +31,7 @@ from mjax.interop.megatron.layouts import (
 Named = tuple[tuple[str, ...], MegatronLayout]  # its names, and its layout
 
 
-def _norm(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...], Named]:
+def _norm_names(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...], Named]:
     """The rows of a norm: `layer_norms` are linear layers that hold it, `also` its own name."""
     rows = {}
     for ours, theirs in (("gain", "weight"), ("bias", "bias")):
@@ -44,6 +44,7 @@ def _norm(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...],
 _QKV, _FC1, _MIXER = "self_attention.linear_qkv", "mlp.linear_fc1", "mixer.in_proj"
 _ATTENTION, _CROSS = "self_attention.", "cross_attention."
 _IN = _MIXER + ".weight"
+_Q_UP, _KV_UP = _ATTENTION + "linear_q_up_proj", _ATTENTION + "linear_kv_up_proj"
 
 WHOLE: dict[Leaf, Named] = {
     ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY),
@@ -54,12 +55,12 @@ WHOLE: dict[Leaf, Named] = {
     ("final_norm", "bias"): (
         tuple(f"{at}.bias" for at in ("decoder.final_layernorm", "decoder.final_norm")), PLAIN),
     ("head",): (("output_layer.weight", "lm_head.output_layer.weight"), VOCABULARY),
-    **_norm("joint.encoder_norm", also="encoder.final_layernorm"),
+    **_norm_names("joint.encoder_norm", also="encoder.final_layernorm"),
     ("joint", "relative_B"): (("encoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
     ("joint", "relative_G"): (("decoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
     ("masked_head", "projection", "weight"): (("lm_head.dense.weight",), TRANSPOSED),
     ("masked_head", "projection", "bias"): (("lm_head.dense.bias",), PLAIN),
-    **_norm("masked_head.norm", also="lm_head.layer_norm"),
+    **_norm_names("masked_head.norm", also="lm_head.layer_norm"),
     ("masked_head", "bias"): (("output_layer.bias",), VOCABULARY),
     ("vocabulary_bias",): (("lm_head.output_layer.bias",), VOCABULARY),
     ("classifier", "pooler", "weight"): (("pooler.dense.weight",), TRANSPOSED),
@@ -69,24 +70,24 @@ WHOLE: dict[Leaf, Named] = {
 }  # fmt: skip
 
 LAYER: dict[Leaf, Named] = {  # within a layer
-    **_norm("attention_norm", _QKV, also="input_layernorm"),
+    **_norm_names("attention_norm", _QKV, also="input_layernorm"),
     ("attention", "q"): ((_QKV + ".weight",), Q),
     ("attention", "kv"): ((_QKV + ".weight",), KV),
     ("attention", "q_bias"): ((_QKV + ".bias",), Q_BIAS),
     ("attention", "kv_bias"): ((_QKV + ".bias",), KV_BIAS),
-    **_norm("attention.q_norm", also=_ATTENTION + "q_layernorm"),
-    **_norm("attention.k_norm", also=_ATTENTION + "k_layernorm"),
+    **_norm_names("attention.q_norm", also=_ATTENTION + "q_layernorm"),
+    **_norm_names("attention.k_norm", also=_ATTENTION + "k_layernorm"),
     ("attention", "sinks"): ((_ATTENTION + "core_attention.softmax_offset",), PLAIN),
     ("attention", "out"): ((_ATTENTION + "linear_proj.weight",), OUT),
     ("attention", "out_bias"): ((_ATTENTION + "linear_proj.bias",), PLAIN),
-    **_norm("cross_attention_norm", also="pre_cross_attn_layernorm"),
-    ("cross_attention", "q"): ((_CROSS + "linear_q.weight",), ROWS),
+    **_norm_names("cross_attention_norm", also="pre_cross_attn_layernorm"),
+    ("cross_attention", "q"): ((_CROSS + "linear_q.weight",), OF_ROWS),
     ("cross_attention", "q_bias"): ((_CROSS + "linear_q.bias",), FLAT),
     ("cross_attention", "kv"): ((_CROSS + "linear_kv.weight",), CROSS_KV),
     ("cross_attention", "kv_bias"): ((_CROSS + "linear_kv.bias",), CROSS_KV),
     ("cross_attention", "out"): ((_CROSS + "linear_proj.weight",), OUT),
     ("cross_attention", "out_bias"): ((_CROSS + "linear_proj.bias",), PLAIN),
-    **_norm("mlp_norm", _FC1, also="pre_mlp_layernorm"),
+    **_norm_names("mlp_norm", _FC1, also="pre_mlp_layernorm"),
     ("mlp", "up"): ((_FC1 + ".weight",), TRANSPOSED),
     ("mlp", "up_bias"): ((_FC1 + ".bias",), PLAIN),
     ("mlp", "down"): (("mlp.linear_fc2.weight",), TRANSPOSED),
@@ -99,7 +100,7 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("mlp", "shared", "up"): (("mlp.shared_experts.linear_fc1.weight",), TRANSPOSED),
     ("mlp", "shared", "down"): (("mlp.shared_experts.linear_fc2.weight",), TRANSPOSED),
     ("mlp", "shared_gate"): (("mlp.shared_experts.gate_weight",), TRANSPOSED),
-    **_norm("mamba_norm", _MIXER, also="norm"),
+    **_norm_names("mamba_norm", _MIXER, also="norm"),
     ("mamba", "inner"): ((_IN,), PAIR.ending(".z", ".x")),
     ("mamba", "bc"): ((_IN,), PAIR.ending(".B", ".C")),
     ("mamba", "dt"): ((_IN,), TRANSPOSED.ending(".dt")),
@@ -115,34 +116,35 @@ LAYER: dict[Leaf, Named] = {  # within a layer
 }
 
 LATENT: dict[Leaf, Named] = {  # of latent attention, in the place of plain attention's
-    **_norm("attention_norm", also="input_layernorm"),
-    ("attention", "q"): ((_ATTENTION + "linear_q_proj.weight",), ROWS),
+    **_norm_names("attention_norm", also="input_layernorm"),
+    ("attention", "q"): ((_ATTENTION + "linear_q_proj.weight",), OF_ROWS),
     ("attention", "q_a"): ((_ATTENTION + "linear_q_down_proj.weight",), TRANSPOSED),
-    ("attention", "q_b"): ((_ATTENTION + "linear_q_up_proj.weight",), ROWS),
+    ("attention", "q_b"): ((_Q_UP + ".weight",), OF_ROWS),
     ("attention", "kv_a"): ((_ATTENTION + "linear_kv_down_proj.weight",), TRANSPOSED),
-    ("attention", "kv_b"): ((_ATTENTION + "linear_kv_up_proj.weight",), ROWS),
-    **_norm("attention.q_norm", _ATTENTION + "linear_q_up_proj", also=_ATTENTION + "q_layernorm"),
-    **_norm("attention.kv_norm", _ATTENTION + "linear_kv_up_proj", also=_ATTENTION + "kv_layernorm"),
+    ("attention", "kv_b"): ((_KV_UP + ".weight",), OF_ROWS),
+    **_norm_names("attention.q_norm", _Q_UP, also=_ATTENTION + "q_layernorm"),
+    **_norm_names("attention.kv_norm", _KV_UP, also=_ATTENTION + "kv_layernorm"),
 }  # fmt: skip
 
 PREDICTION: dict[Leaf, Named] = {  # within a layer of multi-token prediction
-    **_norm("embedding_norm", also="enorm"),
-    **_norm("hidden_norm", also="hnorm"),
-    **_norm("final_norm", also="final_layernorm"),
+    **_norm_names("embedding_norm", also="enorm"),
+    **_norm_names("hidden_norm", also="hnorm"),
+    **_norm_names("final_norm", also="final_layernorm"),
     ("projection",): (("eh_proj.weight",), OUT),
 }
 
-EXPERTS = "mlp.experts.experts."
+EXPERTS_PREFIX = "mlp.experts.experts."
 
 
 def named_in_layer(path: Leaf, kind: str, cfg: ModelConfig) -> Named:
     """Megatron's names within a layer of this kind, and the layout, of a parameter in it."""
     names, layout = (LATENT if "mla" in kind else {}).get(path) or LAYER[path]
-    if "experts" in kind and path[:1] == ("mlp",) and path[1] in ("up", "down"):
-        names = tuple(name.replace("mlp.", EXPERTS, 1) for name in names)
-    is_up = path[-1] == "up" or path == ("mlp", "up_bias")
-    if is_up and cfg.mlp_gated:
-        layout = GATED if path[-1] == "up" else FLAT_PAIR.ending("_w", "_v")
+    of_experts = {("mlp", name) for name in ("up", "down")} if "experts" in kind else ()
+    if path in of_experts:
+        names = tuple(name.replace("mlp.", EXPERTS_PREFIX, 1) for name in names)
+    gated = {"up": GATED, "up_bias": FLAT_PAIR.ending("_w", "_v")}
+    if cfg.mlp_gated:
+        layout = gated.get(path[-1], layout)
     return names, layout
 
 
@@ -156,7 +158,7 @@ def layer_prefixes(cfg: ModelConfig) -> list[tuple[str, int, int]]:
     return found
 
 
-def layers_of_stack(cfg: ModelConfig, stack: str) -> list[int]:
+def layers_in_stack(cfg: ModelConfig, stack: str) -> list[int]:
     return [layer for layer, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
 
 
