@@ -7,6 +7,7 @@ Names are in `parameter_names.py`, layouts in `layouts.py`. Optimizer state, ran
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +46,15 @@ def megatron_source(folder: str | Path) -> Source:
     return source_of_store(store, cfg, lambda: _check_tensors(store, cfg, places_of(store, cfg)))
 
 
-def source_of_store(store: TorchDist, cfg: ModelConfig, check, prefix: str = "") -> Source:
-    """The tensors of `store` whose names are those of parameters behind `prefix`."""
+def source_of_store(
+    store: TorchDist,
+    cfg: ModelConfig,
+    check: Callable[[], None],
+    has: frozenset[Leaf] | None = None,
+) -> Source:
+    """The tensors of `store` as parameters of `cfg`; `has`: those that it holds, None: all."""
     specs = nnx.traversals.flatten_mapping(definition_of(cfg).specs)
-    places = places_of(store, cfg, prefix)
+    places = places_of(store, cfg, has)
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         spec = specs[path]
@@ -68,7 +74,7 @@ def source_of_store(store: TorchDist, cfg: ModelConfig, check, prefix: str = "")
             _copy_by_columns(out[here], x)
         return out.view(kind)
 
-    return Source(cfg, read, check)
+    return Source(cfg, read, check, has)
 
 
 def _copy_by_columns(out: np.ndarray, x: np.ndarray) -> None:
@@ -111,10 +117,13 @@ PlacesOfPieces = dict[tuple[int, ...], tuple[Place, ...]]
 Option = tuple[str, tuple[tuple[int, int], ...]]  # a name; of each leading axis the entry and size
 
 
-def places_of(store: TorchDist, cfg: ModelConfig, prefix: str = "") -> dict[Leaf, PlacesOfPieces]:
-    """The places of all parameters."""
+def places_of(
+    store: TorchDist, cfg: ModelConfig, has: frozenset[Leaf] | None = None
+) -> dict[Leaf, PlacesOfPieces]:
+    """The places of all parameters, or of those that `store` has."""
     specs = nnx.traversals.flatten_mapping(definition_of(cfg).specs)
-    return {path: _find(store, cfg, path, spec, prefix) for path, spec in specs.items()}
+    own = specs.keys() if has is None else has
+    return {path: _find(store, cfg, path, specs[path]) for path in own}
 
 
 def place_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLayout]:
@@ -160,15 +169,13 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
     return options
 
 
-def _find(
-    store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec, prefix: str
-) -> PlacesOfPieces:
+def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> PlacesOfPieces:
     _, layout = place_of(path, cfg)
     lead = leading_axes(spec)
     shape = layout.shape(cfg, spec.shape[lead:])
     found = {}
     for at in np.ndindex(spec.shape[:lead]):
-        options = [(prefix + name, a) for name, a in options_of(path, spec, cfg, at)]
+        options = options_of(path, spec, cfg, at)
         found[at] = _parts_of_tensor(store, options, shape, layout)
     return found
 

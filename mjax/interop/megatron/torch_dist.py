@@ -264,19 +264,33 @@ _KNOWN = {
     "argparse.Namespace": argparse.Namespace,
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": tuple,
-    "torch._utils._rebuild_tensor_v2": lambda storage, *where: (storage, *where[:3]),
+    "torch._utils._rebuild_tensor_v2": lambda storage, *where: _tensor_or_number(storage, *where),
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 
+def _tensor_or_number(storage, *where):
+    """A tensor as ((storage, key), offset, shape, strides); one without axes as its number."""
+    *named, content = storage
+    if where[1] == () and where[0] == 0 and content is not None and named[0] in _STORAGES:
+        return float(np.frombuffer(content, _STORAGES[named[0]])[0])
+    return tuple(named), *where[:3]
+
+
 class _Unpickler(pickle.Unpickler):
+    """`content(key)`: the bytes of a storage of the archive, None if they are long."""
+
+    def __init__(self, file, content=lambda key: None):
+        super().__init__(file)
+        self.content = content
+
     def find_class(self, module: str, name: str):
         known = _KNOWN.get(f"{module}.{name}")
         return known or type(name, (Inert,), {"__module__": module})
 
-    def persistent_load(self, pid: tuple) -> tuple[str, str]:
-        """Class and key of a tensor's storage, which stays in the archive."""
-        return pid[1].__name__, pid[2]
+    def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:
+        """Class, key and, if short, content of a tensor's storage."""
+        return pid[1].__name__, pid[2], self.content(pid[2])
 
 
 class _Part(io.RawIOBase):
@@ -311,7 +325,12 @@ def _load_archive(part: _Part):
             raise UserError(
                 f"{part.file.name}: big-endian tensors; save on a little-endian machine"
             )
-        return _Unpickler(io.BytesIO(archive.read(name))).load()
+
+        def content(key: str) -> bytes | None:
+            info = archive.getinfo(name.replace("data.pkl", f"data/{key}"))
+            return archive.read(info) if info.file_size <= 8 else None
+
+        return _Unpickler(io.BytesIO(archive.read(name)), content).load()
 
 
 def _first_byte(part: _Part, suffix: str) -> int:
