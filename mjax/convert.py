@@ -4,6 +4,7 @@
     python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
+    python -m mjax.convert export --ckpt RUN --megatron DIR    # Megatron-LM's torch_dist
     python -m mjax.convert merge BASE ADAPTER OUT              # of a run, or a folder of PEFT
     python -m mjax.convert unmerge MERGED OUT                  # the base again, bit for bit
     python -m mjax.convert extract RUN OUT                     # a run's adapters as PEFT's folder
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.checkpoint.base.source import Source
 from mjax.config.languages.paths import as_path, require_files
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error, program, run_cli
@@ -43,10 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--hf", type=as_path, metavar="DIR", help="Hugging Face folder")
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
-    out = commands.add_parser("export", help="to a Hugging Face folder")
+    about = "with --megatron: a run folder that goes on, with optimizer and place in the data"
+    into.add_argument("--with-optimizer", action="store_true", help=about)
+    out = commands.add_parser("export", help="to a Hugging Face folder, or Megatron's")
     about = "a run or a checkpoint; RUN@best: its step of lowest held-out loss; RUN@160: a step"
     out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT", help=about)
-    out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
+    goal = out.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--hf", type=as_path, metavar="DIR", help="folder to make")
+    goal.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist folder to make")
+    impls = ["transformer_engine", "local"]
+    about = "whose modules' names Megatron's folder has"
+    out.add_argument("--transformer-impl", choices=impls, default=impls[0], help=about)
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
         kinds = ["float32", "bfloat16", *(["float16", "float8"] if one is out else [])]
@@ -87,6 +96,13 @@ def _import(args: argparse.Namespace) -> int:
 
     folder = args.hf or args.megatron
     require_files(folder)
+    if args.with_optimizer:
+        from mjax.interop.megatron.run_folder import import_run
+
+        if not args.megatron:
+            raise UserError("--with-optimizer goes with --megatron: Hugging Face has weights alone")
+        print(import_run(args.megatron, args.out))
+        return 0
     if args.verify and args.megatron:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
     source = source_of(args.hf) if args.hf else megatron_source(args.megatron)
@@ -108,6 +124,8 @@ def _export(args: argparse.Namespace) -> int:
     if args.verify and args.dtype == "float8":
         raise UserError("--verify has a bound for exact weights; leave it out with --dtype float8")
     source = source_of(args.ckpt)
+    if args.megatron:
+        return _export_megatron(args, source)
     source.check()
     cfg, specs = source.cfg, definition_of(source.cfg).specs
     places = slots(cfg, specs)  # names what no family can express, before anything is written
@@ -124,6 +142,18 @@ def _export(args: argparse.Namespace) -> int:
     return verify(args.ckpt, args.hf, args.dtype) if args.verify else 0
 
 
+def _export_megatron(args: argparse.Namespace, source: Source) -> int:
+    from mjax.interop.megatron.writing import export_torch_dist
+
+    if args.verify:
+        raise UserError("--verify compares with transformers; --megatron reads back what it writes")
+    if args.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype {args.dtype}: torch_dist is written as float32 or bfloat16")
+    export_torch_dist(source, args.megatron, args.dtype, args.transformer_impl)
+    print(f"{args.megatron}: torch_dist for Megatron-LM as {args.dtype}")
+    return 0
+
+
 def _config(args: argparse.Namespace) -> int:
     import yaml
 
@@ -132,6 +162,13 @@ def _config(args: argparse.Namespace) -> int:
 
     folder = args.hf or args.megatron or args.ckpt
     require_files(folder)
+    if args.megatron:
+        from mjax.interop.megatron.run_folder import config_of_run
+
+        groups, lines = config_of_run(args.megatron)
+        print("".join(f"# {line}\n" for line in lines), end="")
+        print(yaml.safe_dump(groups, sort_keys=False), end="")
+        return 0
     path = folder / "config.json" if folder.is_dir() else folder
     has_weights = not args.hf or any(folder.glob("*.safetensors"))  # files tell of heads in them
     cfg = source_of(folder).cfg if has_weights else config_from_hf(read_json(path))
