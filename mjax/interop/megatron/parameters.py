@@ -164,7 +164,7 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
     if "experts" in spec.axes[:2]:
         expert = at[-1]
         stacked = [(name, (*lead, (expert, cfg.moe.num_experts))) for name, lead in options]
-        own = f"{EXPERTS_PREFIX.removesuffix('experts.')}{expert}."
+        own = f"{EXPERTS_PREFIX}{expert}."
         options = stacked + [(name.replace(EXPERTS_PREFIX, own), lead) for name, lead in options]
     return options
 

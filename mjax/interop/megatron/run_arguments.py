@@ -164,6 +164,7 @@ def _fill_data(args: Args, data: dict) -> list[str]:
     if len(split) == 3:
         total = sum(map(float, split)) or 1.0
         data["split"] = [float(part) / total for part in split]
+    data.setdefault("seq_length", args.need("max_position_embeddings"))
     lines = []
     if args("tokenizer_model"):
         lines.append(
