@@ -13,7 +13,7 @@ from mjax.config.languages.layer_pattern import pattern_of
 from mjax.config.schema.keys import model_of, nested
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.megatron.arguments_of_parts import (
-    encoder_fields,
+    bert_fields,
     expert_fields,
     hybrid_fields,
     is_hybrid,
@@ -35,22 +35,20 @@ OFF = (
 
 # Where it is looked at, the argument must be one of these.
 CHOICES = {
-    "position_embedding_type": ("rope", "learned_absolute", "none", "relative"),
+    "position_embedding_type": ("rope", "learned_absolute", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "softmax_type": ("vanilla", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
 
-_POSITION_NAMES = {
-    "rope": "rope", "learned_absolute": "learned", "none": "none", "relative": "relative",
-}  # fmt: skip
+_POSITION_NAMES = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 _NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") -> ModelConfig:
     """The model of saved arguments; `UserError` names the argument that stands against it.
 
-    `kind`: gpt (hybrids, too), bert or t5.
+    `kind`: gpt (hybrids, too) or bert.
     """
     args = Args(values, where)
     dense = not args("num_experts")
@@ -82,7 +80,7 @@ def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") ->
     if is_hybrid(args):
         fields |= hybrid_fields(args)
     if kind != "gpt":
-        fields |= encoder_fields(args, kind)
+        fields |= bert_fields(args)
     wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
     return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 

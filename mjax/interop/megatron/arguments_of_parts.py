@@ -1,7 +1,7 @@
-"""Saved arguments of latent attention, experts, hybrid patterns, BERT and T5 -> keys of a model.
+"""Saved arguments of latent attention, experts, hybrid patterns, BERT -> keys of a model.
 
 Source: megatron/core (transformer/transformer_config.py, transformer/moe/moe_utils.py,
-ssm/mamba_mixer.py, models/hybrid/hybrid_layer_allocation.py, models/bert, models/T5).
+ssm/mamba_mixer.py, models/hybrid/hybrid_layer_allocation.py, models/bert).
 """
 
 import math
@@ -144,17 +144,8 @@ def hybrid_fields(args: Args) -> dict:
     }
 
 
-def encoder_fields(args: Args, kind: str) -> dict:
-    """Keys of BERT, or of T5."""
-    if kind == "t5":
-        both = args.need("encoder_num_layers"), args.need("decoder_num_layers")
-        return {
-            "layer_pattern": "bidirectional+mlp*{}, full+cross+mlp*{}".format(*both),
-            "num_hidden_layers": sum(both),
-            "relative.num_buckets": args("relative_attention_num_buckets", 32),
-            "relative.max_distance": args("relative_attention_max_distance", 128),
-            "lm_head_bias": not args("untie_embeddings_and_output_weights", False),
-        }
+def bert_fields(args: Args) -> dict:
+    """Keys of BERT."""
     if args("bias_gelu_fusion"):
         raise args.refuse(
             "bias_gelu_fusion", "computes another gelu in MLPs than the head of masked tokens does"

@@ -110,23 +110,11 @@ def _q(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> n
     return np.moveaxis(x, -1, 0) if embed else x
 
 
-def _kv_of_groups(group: int, fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
+def _kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
     *embed, pair, k, h = box
+    group, _ = _rows_of_group(cfg)
     x = _query_groups(fetch, cfg, group, k, embed)[:, group:][:, pair, h].swapaxes(0, 1)
     return np.moveaxis(x, -1, 0) if embed else x
-
-
-def _kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
-    return _kv_of_groups(_rows_of_group(cfg)[0], fetch, cfg, box)
-
-
-def _cross_kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
-    return _kv_of_groups(0, fetch, cfg, box)
-
-
-def _cross_shape(cfg: ModelConfig, ours: TensorShape) -> TensorShape:
-    *embed, pair, k, h = ours
-    return (pair * k * h, *embed)
 
 
 def _out(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
@@ -156,6 +144,5 @@ Q = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 1), _q)
 Q_BIAS = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 0), _q)
 KV = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 1), _kv)
 KV_BIAS = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 0), _kv)
-CROSS_KV = MegatronLayout(_cross_shape, _cross_kv)
 OUT = MegatronLayout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
 VOCABULARY = MegatronLayout(lambda cfg, ours: ours, _vocab)

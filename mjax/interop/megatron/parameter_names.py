@@ -1,4 +1,4 @@
-"""Megatron-LM's names of every parameter: GPT, hybrid, BERT and T5 models.
+"""Megatron-LM's names of every parameter: GPT, hybrid and BERT models.
 
 Layers are stacked on a leading axis or named by number, experts likewise. Of several names the
 first that is there counts: those of Transformer Engine's modules, then those of Megatron's own.
@@ -9,7 +9,6 @@ from mjax.checkpoint.base.source import Path as Leaf
 from mjax.config.languages.layer_pattern import ENCODER, stack_of, stream_of
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.megatron.layouts import (
-    CROSS_KV,
     FLAT,
     FLAT_PAIR,
     GATED,
@@ -42,7 +41,7 @@ def _norm_names(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str,
 
 
 _QKV, _FC1, _MIXER = "self_attention.linear_qkv", "mlp.linear_fc1", "mixer.in_proj"
-_ATTENTION, _CROSS = "self_attention.", "cross_attention."
+_ATTENTION = "self_attention."
 _IN = _MIXER + ".weight"
 _Q_UP, _KV_UP = _ATTENTION + "linear_q_up_proj", _ATTENTION + "linear_kv_up_proj"
 
@@ -54,15 +53,11 @@ WHOLE: dict[Leaf, Named] = {
         tuple(f"{at}.weight" for at in ("decoder.final_layernorm", "decoder.final_norm")), PLAIN),
     ("final_norm", "bias"): (
         tuple(f"{at}.bias" for at in ("decoder.final_layernorm", "decoder.final_norm")), PLAIN),
-    ("head",): (("output_layer.weight", "lm_head.output_layer.weight"), VOCABULARY),
-    **_norm_names("joint.encoder_norm", also="encoder.final_layernorm"),
-    ("joint", "relative_B"): (("encoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
-    ("joint", "relative_G"): (("decoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
+    ("head",): (("output_layer.weight",), VOCABULARY),
     ("masked_head", "projection", "weight"): (("lm_head.dense.weight",), TRANSPOSED),
     ("masked_head", "projection", "bias"): (("lm_head.dense.bias",), PLAIN),
     **_norm_names("masked_head.norm", also="lm_head.layer_norm"),
     ("masked_head", "bias"): (("output_layer.bias",), VOCABULARY),
-    ("vocabulary_bias",): (("lm_head.output_layer.bias",), VOCABULARY),
     ("classifier", "pooler", "weight"): (("pooler.dense.weight",), TRANSPOSED),
     ("classifier", "pooler", "bias"): (("pooler.dense.bias",), PLAIN),
     ("classifier", "weight"): (("binary_head.weight",), PLAIN),
@@ -80,13 +75,6 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("attention", "sinks"): ((_ATTENTION + "core_attention.softmax_offset",), PLAIN),
     ("attention", "out"): ((_ATTENTION + "linear_proj.weight",), OUT),
     ("attention", "out_bias"): ((_ATTENTION + "linear_proj.bias",), PLAIN),
-    **_norm_names("cross_attention_norm", also="pre_cross_attn_layernorm"),
-    ("cross_attention", "q"): ((_CROSS + "linear_q.weight",), OF_ROWS),
-    ("cross_attention", "q_bias"): ((_CROSS + "linear_q.bias",), FLAT),
-    ("cross_attention", "kv"): ((_CROSS + "linear_kv.weight",), CROSS_KV),
-    ("cross_attention", "kv_bias"): ((_CROSS + "linear_kv.bias",), CROSS_KV),
-    ("cross_attention", "out"): ((_CROSS + "linear_proj.weight",), OUT),
-    ("cross_attention", "out_bias"): ((_CROSS + "linear_proj.bias",), PLAIN),
     **_norm_names("mlp_norm", _FC1, also="pre_mlp_layernorm"),
     ("mlp", "up"): ((_FC1 + ".weight",), TRANSPOSED),
     ("mlp", "up_bias"): ((_FC1 + ".bias",), PLAIN),

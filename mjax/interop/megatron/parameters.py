@@ -90,12 +90,15 @@ def config_of_store(store: TorchDist) -> ModelConfig:
 
 
 def _kind_of_model(store: TorchDist) -> str:
-    """gpt, bert or t5: the arguments do not say which script wrote them, the tensors do."""
-    has_encoder = any(name.startswith("encoder.layers.") for name in store.tensors)
-    has_decoder = any(name.startswith("decoder.layers.") for name in store.tensors)
-    if has_encoder:
-        return "t5" if has_decoder else "bert"
-    return "gpt"
+    """gpt or bert: the arguments do not say which script wrote them, the tensors do."""
+    if not any(name.startswith("encoder.layers.") for name in store.tensors):
+        return "gpt"
+    if any(name.startswith("decoder.layers.") for name in store.tensors):
+        raise UserError(
+            f"{store.folder} holds an encoder and a decoder: Megatron-core's T5 has no last norms, "
+            "which T5 has here; such a model cannot be imported"
+        )
+    return "bert"
 
 
 # ---- places: where each layer's and expert's tensor is -------------------------------------------

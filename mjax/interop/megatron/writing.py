@@ -122,10 +122,11 @@ class _Writer:
             shape = (*target.sizes, *target.shape)
             self.entries[prefix + name] = tensor_metadata(dtype, shape, chunks)
             if not prefix and name.endswith(("linear_proj.weight", *_WITH_EXTRA_STATE)):
-                self._write_extra_states(name, target)
+                self._write_extra_states(name, target.sizes)
 
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
+        self._write_extra_states("output_layer.weight", ())
         self.file.close()
         (self.folder / "common.pt").write_bytes(archive(common))
         (self.folder / ".metadata").write_bytes(metadata_file(self.entries, self.places))
@@ -144,9 +145,9 @@ class _Writer:
         own = os.path.basename(self.file.name)
         self.places.append((name, offsets, own, first, len(content)))
 
-    def _write_extra_states(self, name: str, target: _Target) -> None:
+    def _write_extra_states(self, name: str, sizes: tuple[int, ...]) -> None:
         """Write the empty objects that Megatron's linear layers ask for beside weights."""
-        sizes = target.sizes or (1,)
+        sizes = sizes or (1,)
         for at in np.ndindex(sizes):
             shard = ".".join(map(str, at)), ".".join(map(str, sizes))
             key = f"{name.removesuffix('weight')}_extra_state/shard_{shard[0]}_{shard[1]}"
@@ -193,7 +194,8 @@ class _Writer:
         layer = (layers_in_stack(self.cfg, path[0]) or [-1])[0]
         kind = self.cfg.layer_kinds[layer]
         if not self._is_te():
-            return "mla" in kind
+            is_hybrid = self.args["hybrid_layer_pattern"] is not None
+            return "mla" in kind or (is_hybrid and path[-2] != "attention_norm")
         return path[-2] == "mlp_norm" and "experts" in kind
 
     def _is_te(self) -> bool:

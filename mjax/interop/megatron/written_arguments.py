@@ -24,11 +24,6 @@ def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
         | _latent_arguments(cfg)
     )
     args |= {"transformer_impl": impl, "ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    if kind == "t5":
-        split = [kind.startswith("bidirectional") for kind in cfg.layer_kinds]
-        args |= {"encoder_num_layers": sum(split), "decoder_num_layers": split.count(False)}
-        args |= {"relative_attention_num_buckets": cfg.relative.num_buckets}
-        args |= {"relative_attention_max_distance": cfg.relative.max_distance}
     if kind == "bert":
         args |= {"bert_binary_head": bool(cfg.bert.num_labels)}
     try:
@@ -48,11 +43,11 @@ def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
 
 
 def megatron_kind(cfg: ModelConfig) -> str:
-    """gpt, bert or t5."""
+    """gpt or bert."""
     kinds = set(cfg.layer_kinds)
     if kinds == {"bidirectional+mlp"}:
         return "bert"
-    return "t5" if "full+cross+mlp" in kinds else "gpt"
+    return "gpt"
 
 
 def _is_said(cfg: ModelConfig, key: str) -> bool:
@@ -61,8 +56,7 @@ def _is_said(cfg: ModelConfig, key: str) -> bool:
     if group == "moe" and not cfg.moe.num_experts:
         return False
     if group in ("mla", "mamba", "relative", "deltanet", "retro", "vision", "audio"):
-        uses = {"relative": cfg.position_embedding == "relative"}
-        return uses.get(group, cfg.reads_group(group))
+        return cfg.reads_group(group)
     if group == "rope":
         return cfg.position_embedding == "rope"
     if key == "attention.num_key_value_heads":
@@ -110,9 +104,9 @@ def _sizes_arguments(cfg: ModelConfig) -> dict:
 
 
 def _positions_arguments(cfg: ModelConfig) -> dict:
-    words = {"rope": "rope", "learned": "learned_absolute", "none": "none", "relative": "relative"}
+    words = {"rope": "rope", "learned": "learned_absolute"}
     found = {
-        "position_embedding_type": words[cfg.position_embedding],
+        "position_embedding_type": words.get(cfg.position_embedding, cfg.position_embedding),
         "add_position_embedding": True,
         "rotary_base": cfg.rope.rope_theta,
         "rotary_percent": cfg.rope.partial_rotary_factor,
