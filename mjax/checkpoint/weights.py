@@ -52,12 +52,12 @@ def write_weights(
         "config": {"model": source.cfg.model_dump(mode="json")},
         "consumed_samples": 0,
     }
-    parts = {("params",): Part(source, specs, jnp.dtype(dtype))}
+    parts = {("params",): StatePart(source, specs, jnp.dtype(dtype))}
     with new_folder(folder) as temporary:
         write_step(temporary / "0", parts, record, extras)
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Arrays of a state that follow parameters: weights, or moments of one kind."""
 
     source: Source
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 def write_step(
     folder: Path,
-    parts: Mapping[Leaf, Part],
+    parts: Mapping[Leaf, StatePart],
     record: dict,
     extras: Mapping[str, bytes] | None = None,
     numbers: Mapping[Leaf, int] | None = None,
@@ -81,7 +81,7 @@ def write_step(
     for place, (source, specs, kind) in parts.items():
         for path, spec in flat(specs).items():
             if source.has is not None and path not in source.has:
-                source_read = partial(_zeros, kind)
+                source_read = partial(_zero_block, kind)
             else:
                 source_read = source.read
             block = block_shape(spec.shape, kind.itemsize, spec.matrix_view()[0])
@@ -92,7 +92,7 @@ def write_step(
     for place, number in (numbers or {}).items():
         places.append(place)
         array = _create(state, place, (), (), np.dtype(np.int32))
-        read = partial(_number, number)
+        read = partial(_scalar_block, number)
         tasks.append(partial(_copy, read, place, (), array, (), np.dtype(np.int32)))
     digests = dict(run_all(tasks))
     (state / "_METADATA").write_text(json.dumps(_tree_metadata(places)), encoding="utf-8")
@@ -105,11 +105,11 @@ def write_step(
     digest.write_digests(folder, digests)
 
 
-def _zeros(kind: np.dtype, path: Leaf, index: Index) -> np.ndarray:
+def _zero_block(kind: np.dtype, path: Leaf, index: Index) -> np.ndarray:
     return np.zeros([s.stop - s.start for s in index], kind)
 
 
-def _number(number: int, path: Leaf, index: Index) -> np.ndarray:
+def _scalar_block(number: int, path: Leaf, index: Index) -> np.ndarray:
     return np.asarray(number, np.int32)
 
 

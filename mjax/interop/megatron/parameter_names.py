@@ -1,7 +1,7 @@
 """Megatron-LM's names of every parameter: GPT, hybrid and BERT models.
 
-Layers are stacked on a leading axis or named by number, experts likewise. Of several names the
-first that is there counts: those of Transformer Engine's modules, then those of Megatron's own.
+Layers are stacked on a leading axis or named by number, experts likewise. The first
+name that is there counts: those of Transformer Engine's modules, then those of Megatron's own.
 Source: the `sharded_state_dict` of megatron/core's models.
 """
 
@@ -30,7 +30,7 @@ from mjax.interop.megatron.layouts import (
 Named = tuple[tuple[str, ...], MegatronLayout]  # its names, and its layout
 
 
-def _norm_names(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...], Named]:
+def _rows_of_norm(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str, ...], Named]:
     """The rows of a norm: `layer_norms` are linear layers that hold it, `also` its own name."""
     rows = {}
     for ours, theirs in (("gain", "weight"), ("bias", "bias")):
@@ -41,9 +41,9 @@ def _norm_names(name: str, *layer_norms: str, also: str = "") -> dict[tuple[str,
 
 
 _QKV, _FC1, _MIXER = "self_attention.linear_qkv", "mlp.linear_fc1", "mixer.in_proj"
-_ATTENTION = "self_attention."
+_SELF = "self_attention."
 _IN = _MIXER + ".weight"
-_Q_UP, _KV_UP = _ATTENTION + "linear_q_up_proj", _ATTENTION + "linear_kv_up_proj"
+_Q_UP, _KV_UP = _SELF + "linear_q_up_proj", _SELF + "linear_kv_up_proj"
 
 WHOLE: dict[Leaf, Named] = {
     ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY),
@@ -56,7 +56,7 @@ WHOLE: dict[Leaf, Named] = {
     ("head",): (("output_layer.weight",), VOCABULARY),
     ("masked_head", "projection", "weight"): (("lm_head.dense.weight",), TRANSPOSED),
     ("masked_head", "projection", "bias"): (("lm_head.dense.bias",), PLAIN),
-    **_norm_names("masked_head.norm", also="lm_head.layer_norm"),
+    **_rows_of_norm("masked_head.norm", also="lm_head.layer_norm"),
     ("masked_head", "bias"): (("output_layer.bias",), VOCABULARY),
     ("classifier", "pooler", "weight"): (("pooler.dense.weight",), TRANSPOSED),
     ("classifier", "pooler", "bias"): (("pooler.dense.bias",), PLAIN),
@@ -65,17 +65,17 @@ WHOLE: dict[Leaf, Named] = {
 }  # fmt: skip
 
 LAYER: dict[Leaf, Named] = {  # within a layer
-    **_norm_names("attention_norm", _QKV, also="input_layernorm"),
+    **_rows_of_norm("attention_norm", _QKV, also="input_layernorm"),
     ("attention", "q"): ((_QKV + ".weight",), Q),
     ("attention", "kv"): ((_QKV + ".weight",), KV),
     ("attention", "q_bias"): ((_QKV + ".bias",), Q_BIAS),
     ("attention", "kv_bias"): ((_QKV + ".bias",), KV_BIAS),
-    **_norm_names("attention.q_norm", also=_ATTENTION + "q_layernorm"),
-    **_norm_names("attention.k_norm", also=_ATTENTION + "k_layernorm"),
-    ("attention", "sinks"): ((_ATTENTION + "core_attention.softmax_offset",), PLAIN),
-    ("attention", "out"): ((_ATTENTION + "linear_proj.weight",), OUT),
-    ("attention", "out_bias"): ((_ATTENTION + "linear_proj.bias",), PLAIN),
-    **_norm_names("mlp_norm", _FC1, also="pre_mlp_layernorm"),
+    **_rows_of_norm("attention.q_norm", also=_SELF + "q_layernorm"),
+    **_rows_of_norm("attention.k_norm", also=_SELF + "k_layernorm"),
+    ("attention", "sinks"): ((_SELF + "core_attention.softmax_offset",), PLAIN),
+    ("attention", "out"): ((_SELF + "linear_proj.weight",), OUT),
+    ("attention", "out_bias"): ((_SELF + "linear_proj.bias",), PLAIN),
+    **_rows_of_norm("mlp_norm", _FC1, also="pre_mlp_layernorm"),
     ("mlp", "up"): ((_FC1 + ".weight",), TRANSPOSED),
     ("mlp", "up_bias"): ((_FC1 + ".bias",), PLAIN),
     ("mlp", "down"): (("mlp.linear_fc2.weight",), TRANSPOSED),
@@ -88,7 +88,7 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("mlp", "shared", "up"): (("mlp.shared_experts.linear_fc1.weight",), TRANSPOSED),
     ("mlp", "shared", "down"): (("mlp.shared_experts.linear_fc2.weight",), TRANSPOSED),
     ("mlp", "shared_gate"): (("mlp.shared_experts.gate_weight",), TRANSPOSED),
-    **_norm_names("mamba_norm", _MIXER, also="norm"),
+    **_rows_of_norm("mamba_norm", _MIXER, also="norm"),
     ("mamba", "inner"): ((_IN,), PAIR.ending(".z", ".x")),
     ("mamba", "bc"): ((_IN,), PAIR.ending(".B", ".C")),
     ("mamba", "dt"): ((_IN,), TRANSPOSED.ending(".dt")),
@@ -104,20 +104,20 @@ LAYER: dict[Leaf, Named] = {  # within a layer
 }
 
 LATENT: dict[Leaf, Named] = {  # of latent attention, in the place of plain attention's
-    **_norm_names("attention_norm", also="input_layernorm"),
-    ("attention", "q"): ((_ATTENTION + "linear_q_proj.weight",), OF_ROWS),
-    ("attention", "q_a"): ((_ATTENTION + "linear_q_down_proj.weight",), TRANSPOSED),
+    **_rows_of_norm("attention_norm", also="input_layernorm"),
+    ("attention", "q"): ((_SELF + "linear_q_proj.weight",), OF_ROWS),
+    ("attention", "q_a"): ((_SELF + "linear_q_down_proj.weight",), TRANSPOSED),
     ("attention", "q_b"): ((_Q_UP + ".weight",), OF_ROWS),
-    ("attention", "kv_a"): ((_ATTENTION + "linear_kv_down_proj.weight",), TRANSPOSED),
+    ("attention", "kv_a"): ((_SELF + "linear_kv_down_proj.weight",), TRANSPOSED),
     ("attention", "kv_b"): ((_KV_UP + ".weight",), OF_ROWS),
-    **_norm_names("attention.q_norm", _Q_UP, also=_ATTENTION + "q_layernorm"),
-    **_norm_names("attention.kv_norm", _KV_UP, also=_ATTENTION + "kv_layernorm"),
+    **_rows_of_norm("attention.q_norm", _Q_UP, also=_SELF + "q_layernorm"),
+    **_rows_of_norm("attention.kv_norm", _KV_UP, also=_SELF + "kv_layernorm"),
 }  # fmt: skip
 
 PREDICTION: dict[Leaf, Named] = {  # within a layer of multi-token prediction
-    **_norm_names("embedding_norm", also="enorm"),
-    **_norm_names("hidden_norm", also="hnorm"),
-    **_norm_names("final_norm", also="final_layernorm"),
+    **_rows_of_norm("embedding_norm", also="enorm"),
+    **_rows_of_norm("hidden_norm", also="hnorm"),
+    **_rows_of_norm("final_norm", also="final_layernorm"),
     ("projection",): (("eh_proj.weight",), OUT),
 }
 
@@ -151,6 +151,6 @@ def layers_in_stack(cfg: ModelConfig, stack: str) -> list[int]:
 
 
 def bert_names(named: Named) -> Named:
-    """Of a model that is an encoder alone, whose last norm is the encoder's."""
+    """The names in a model that is an encoder alone, whose last norm is the encoder's."""
     names, layout = named
     return tuple(name.replace("decoder.", "encoder.") for name in names), layout

@@ -39,6 +39,10 @@ _SKIPPED = re.compile(
 )
 
 
+# Raised by arguments of other types or signs than Megatron's.
+_NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration)
+
+
 def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
     store = open_torch_dist(folder)
@@ -86,7 +90,18 @@ def _copy_by_columns(out: np.ndarray, x: np.ndarray) -> None:
 
 def config_of_store(store: TorchDist) -> ModelConfig:
     """The model that the saved arguments describe."""
-    return model_config(vars(store.arguments()), store.where_common, _kind_of_model(store))
+    values, kind = vars(store.arguments()), _kind_of_model(store)
+    try:
+        cfg = model_config(values, store.where_common, kind)
+        places_of(store, cfg)
+    except UserError:
+        raise
+    except _NONSENSE as e:
+        raise UserError(
+            f"{store.where_common}: the arguments describe no model ({type(e).__name__}: {e}); "
+            "copy the checkpoint again"
+        ) from e
+    return cfg
 
 
 def _kind_of_model(store: TorchDist) -> str:

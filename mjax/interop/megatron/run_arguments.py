@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.interop.megatron.saved_arguments import Args
 
 
-def same(value: object) -> object:
+def as_given(value: object) -> object:
     return value
 
 
@@ -23,7 +23,7 @@ class Flag:
     group: str
     name: str
     key: str
-    value: Callable[[object], object] = same
+    value: Callable[[object], object] = as_given
 
 
 _DECAYS = {
@@ -156,11 +156,11 @@ def _fill_data(args: Args, data: dict) -> list[str]:
     given = args("data_path") or args("train_data_path") or []
     given = given if isinstance(given, list | tuple) else [given]
     weights, paths = [str(w) for w in given[::2]], [str(p) for p in given[1::2]]
-    if len(given) % 2 == 0 and all(_is_number(w) for w in weights) and paths:
+    if len(given) % 2 == 0 and all(_reads_as_number(w) for w in weights) and paths:
         data |= {"paths": paths, "weights": [float(w) for w in weights]}
     elif given:
         data["paths"] = [str(path) for path in given]
-    split = [part for part in str(args("split", "")).split(",") if _is_number(part)]
+    split = [part for part in str(args("split", "")).split(",") if _reads_as_number(part)]
     if len(split) == 3:
         total = sum(map(float, split)) or 1.0
         data["split"] = [float(part) / total for part in split]
@@ -177,7 +177,7 @@ def _fill_data(args: Args, data: dict) -> list[str]:
     return lines
 
 
-def _is_number(text: str) -> bool:
+def _reads_as_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:

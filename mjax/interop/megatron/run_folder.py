@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from mjax.checkpoint.store import new_folder
-from mjax.checkpoint.weights import Part, write_step
+from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config.load import dump
 from mjax.config.schema.run import Config
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.interop.megatron.optimizer_state import iteration_of, optimizer_state
 from mjax.interop.megatron.parameters import config_of_store, megatron_source
 from mjax.interop.megatron.run_arguments import require_position, run_config
@@ -19,8 +19,13 @@ from mjax.optim.schedule import consumed_samples
 def config_of_run(folder: str | Path) -> tuple[dict, list[str]]:
     """(the config of the run that saved a checkpoint, lines on what has no key)."""
     store = open_torch_dist(folder)
-    groups, lines = run_config(vars(store.arguments()), store.where_common)
-    model = config_of_store(store).model_dump(exclude_none=True, exclude_defaults=True)
+    cfg = config_of_store(store)
+    with or_user_error(
+        f"{store.where_common}: an argument is of another type than Megatron's: {{reason}}",
+        (TypeError, ValueError, AttributeError),
+    ):
+        groups, lines = run_config(vars(store.arguments()), store.where_common)
+    model = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     return {"model": model} | groups, lines
 
 
@@ -32,7 +37,7 @@ def import_run(folder: Path, out: Path) -> str:
     state.mu.check()
     groups, _ = config_of_run(folder)
     groups["run"] = groups.get("run", {}) | {"dir": str(out)}
-    cfg = _config(groups, store.where_common)
+    cfg = _validated_config(groups, store.where_common)
     step = iteration_of(store)
     samples = consumed_samples(cfg.train, step)
     require_position(vars(store.arguments()), samples, store.where_common)
@@ -41,9 +46,9 @@ def import_run(folder: Path, out: Path) -> str:
     tree = state_like(cfg.optimizer, specs, lambda first, kind: None, lambda name, kept: kept)
     for word in ("mu", "nu"):
         dtypes[word] = cfg.optimizer.mu_dtype if word == "mu" else cfg.optimizer.nu_dtype
-    parts = {("params",): Part(state.masters, specs, _dtype(cfg.precision.params))}
+    parts = {("params",): StatePart(state.masters, specs, _dtype(cfg.precision.params))}
     for word, source in (("mu", state.mu), ("nu", state.nu)):
-        parts["opt", word] = Part(source, _like(specs, tree[word]), _dtype(dtypes[word]))
+        parts["opt", word] = StatePart(source, _like(specs, tree[word]), _dtype(dtypes[word]))
     record = {
         "config": cfg.model_dump(mode="json"),
         "consumed_samples": samples,
@@ -58,7 +63,7 @@ def import_run(folder: Path, out: Path) -> str:
     return f"{out}: step {step}, {samples:,} samples; goes on with config {out}/config.yaml"
 
 
-def _config(groups: dict, where: str) -> Config:
+def _validated_config(groups: dict, where: str) -> Config:
     from pydantic import ValidationError
 
     try:

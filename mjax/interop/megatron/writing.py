@@ -121,8 +121,9 @@ class _Writer:
                     self._append(prefix + name, offsets, content)
             shape = (*target.sizes, *target.shape)
             self.entries[prefix + name] = tensor_metadata(dtype, shape, chunks)
-            if not prefix and name.endswith(("linear_proj.weight", *_WITH_EXTRA_STATE)):
-                self._write_extra_states(name, target.sizes)
+            linear = name.removesuffix(".z")  # the first part of a mixer's projection
+            if not prefix and linear.endswith(_WITH_EXTRA_STATE):
+                self._write_extra_states(linear, target.sizes)
 
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
@@ -233,9 +234,9 @@ class _Writer:
 
 _WITH_EXTRA_STATE = tuple(
     f"{name}.weight"
-    for name in """linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
+    for name in """linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
     linear_q_up_proj linear_kv_down_proj linear_kv_up_proj linear_q linear_kv fc1_latent_proj
-    fc2_latent_proj eh_proj out_proj""".split()
+    fc2_latent_proj eh_proj in_proj out_proj""".split()
 )
 
 
@@ -255,7 +256,7 @@ def _put_in_place(
     part_rows = len(out) if piece.parts_apart else len(out) // layout.parts
 
     def places(rows: slice, *rest: slice, part: int = 0) -> np.ndarray:
-        """Where a box lies in the tensor; other parts, if tensors of their own, lie far away."""
+        """The places of a box in the tensor; parts that are tensors of their own lie far away."""
         first = part * (_APART_ROWS if piece.parts_apart else part_rows)
         at = np.arange(rows.start, rows.stop) + first
         sizes = out.shape[1:]
