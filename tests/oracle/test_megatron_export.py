@@ -28,7 +28,7 @@ MODELS = {
         "layer_pattern": "mla+mlp, mla+experts",
         "num_nextn_predict_layers": 1,
         "attention": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4},
-        "mla": MLA | {"v_head_dim": 4, "norm_eps": 1e-5},
+        "mla": MLA | {"v_head_dim": 4, "latent_norm_eps": 1e-5},
         "moe": {
             "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
             "scoring_func": "sigmoid", "expert_bias": True, "shared_expert_gate": True,

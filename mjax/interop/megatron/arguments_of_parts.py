@@ -27,7 +27,7 @@ def latent_fields(args: Args) -> dict:
         "mla.qk_nope_head_dim": fixed,
         "mla.qk_rope_head_dim": turned,
         "mla.v_head_dim": args("v_head_dim", 128),
-        "mla.norm_eps": float(args.need("norm_epsilon")),
+        "mla.latent_norm_eps": float(args.need("norm_epsilon")),
         "attention.qk_norm": False,
         "attention.num_key_value_heads": args.need("num_attention_heads"),
     }

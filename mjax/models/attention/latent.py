@@ -93,7 +93,7 @@ class MLA(BranchModule):
 
     def _norm(self, hf: str, rank: int, rngs: nnx.Rngs) -> Norm:
         """The norm of a latent."""
-        cfg = self.cfg.model_copy(update={"norm_eps": self.cfg.mla.norm_eps})
+        cfg = self.cfg.model_copy(update={"norm_eps": self.cfg.mla.latent_norm_eps})
         return Norm(cfg, (rank,), ("latent",), f"self_attn.{hf}", rngs)
 
     @jax.named_scope("attention")

@@ -74,7 +74,7 @@ def latent_attention_part() -> Part:
     """`model.mla`. Reads before `shape`."""
 
     def read(config: dict) -> dict:
-        own = MlaConfig.model_fields.keys() - {"q_lora_rank", "norm_eps"}
+        own = MlaConfig.model_fields.keys() - {"q_lora_rank", "latent_norm_eps"}
         sizes = {key: take(config, key) for key in sorted(own)}
         sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
         turned = sizes["qk_rope_head_dim"]
@@ -85,7 +85,7 @@ def latent_attention_part() -> Part:
         return {f"mla.{key}": size for key, size in sizes.items()}
 
     def write(cfg: ModelConfig) -> dict:
-        return cfg.mla.model_dump(exclude={"norm_eps"}) | {
+        return cfg.mla.model_dump(exclude={"latent_norm_eps"}) | {
             "head_dim": cfg.mla.qk_rope_head_dim,
             "num_key_value_heads": cfg.attention.num_attention_heads,
         }
