@@ -9,7 +9,7 @@ strategies/common.py), training/checkpointing.py.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,37 +66,22 @@ class _Target:
     pieces: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
 
 
-def export_torch_dist(
-    source: Source,
-    out: Path,
-    dtype: str,
-    impl: str,
-    moments: Mapping[str, Source] | None = None,
-    common: Mapping | None = None,
-    iteration: int | None = None,
-) -> None:
-    """Write a run folder for Megatron-LM; `UserError` with nothing written.
-
-    `impl`: transformer_engine or local, whose modules' names it has. `moments`: by Megatron's word,
-    a source of each. `common`: more of the common state. `iteration`: None for weights alone, which
-    Megatron calls a release.
+def export_torch_dist(source: Source, out: Path, dtype: str, impl: str) -> None:
+    """Write a release for Megatron-LM, weights without an iteration; `UserError` with nothing
+    written. `impl`: transformer_engine or local, whose modules' names it has.
     """
     args = megatron_arguments(source.cfg, impl)
     source.check()
-    name = "release" if iteration is None else f"iter_{iteration:07d}"
-    state = {"args": namespace(args), "checkpoint_version": 3.0, "iteration": iteration or 0}
+    common = {"args": namespace(args), "checkpoint_version": 3.0, "iteration": 0}
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     with new_folder(out) as temporary:
-        folder = temporary / name
+        folder = temporary / "release"
         folder.mkdir()
         writer = _Writer(folder, source.cfg, args)
         writer.write_model(source, kind)
-        for word, of_moment in (moments or {}).items():
-            writer.write_model(of_moment, np.dtype(np.float32), f"optimizer.state.{word}.")
-        writer.finish(state | dict(common or {}))
+        writer.finish(common)
         _compare(folder, source, kind)
-        tracker = temporary / "latest_checkpointed_iteration.txt"
-        tracker.write_text("release" if iteration is None else str(iteration))
+        (temporary / "latest_checkpointed_iteration.txt").write_text("release")
 
 
 class _Writer:
@@ -108,9 +93,9 @@ class _Writer:
         self.entries, self.places, self.files = {}, [], 0
         self.file = None
 
-    def write_model(self, source: Source, dtype: np.dtype, prefix: str = "") -> None:
-        """Write all parameters that `source` has, under Megatron's names behind `prefix`."""
-        for name, target in self._targets(source).items():
+    def write_model(self, source: Source, dtype: np.dtype) -> None:
+        """Write all parameters under Megatron's names."""
+        for name, target in self._targets().items():
             chunks = []
             for at, pieces in target.pieces.items():
                 for first, x in self._chunks(source, target, pieces, dtype):
@@ -118,11 +103,11 @@ class _Writer:
                     sizes = (*(1 for _ in at), *x.shape)
                     content = tensor_archive(x.reshape(sizes))
                     chunks.append((offsets, sizes))
-                    self._append(prefix + name, offsets, content)
+                    self._append(name, offsets, content)
             shape = (*target.sizes, *target.shape)
-            self.entries[prefix + name] = tensor_metadata(dtype, shape, chunks)
+            self.entries[name] = tensor_metadata(dtype, shape, chunks)
             linear = name.removesuffix(".z")  # the first part of a mixer's projection
-            if not prefix and linear.endswith(_WITH_EXTRA_STATE):
+            if linear.endswith(_WITH_EXTRA_STATE):
                 self._write_extra_states(linear, target.sizes)
 
     def finish(self, common: dict) -> None:
@@ -155,12 +140,10 @@ class _Writer:
             self.entries[key] = object_metadata()
             self._append(key, None, archive([None]))
 
-    def _targets(self, source: Source) -> dict[str, _Target]:
+    def _targets(self) -> dict[str, _Target]:
         """All tensors by name."""
         targets: dict[str, _Target] = {}
         for path, spec in self.specs.items():
-            if source.has is not None and path not in source.has:
-                continue
             _, layout = place_of(path, self.cfg)
             lead = leading_axes(spec)
             shape = layout.shape(self.cfg, spec.shape[lead:])
