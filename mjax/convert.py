@@ -4,6 +4,7 @@
     python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8_block: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
+    python -m mjax.convert export --ckpt RUN --megatron DIR    # Megatron-LM's torch_dist
     python -m mjax.convert merge BASE ADAPTER OUT              # of a run, or a folder of PEFT
     python -m mjax.convert unmerge MERGED OUT                  # the base again, bit for bit
     python -m mjax.convert extract RUN OUT                     # a run's adapters as PEFT's folder
@@ -50,11 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     _add_revision(into)
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
-    out = commands.add_parser("export", help="to a Hugging Face folder")
+    about = "with --megatron: a run folder that goes on, with optimizer and place in the data"
+    into.add_argument("--with-optimizer", action="store_true", help=about)
+    out = commands.add_parser("export", help="to a Hugging Face folder, or Megatron's")
     about = "a run or a checkpoint; RUN@best: its step of lowest held-out loss; RUN@160: a step"
     out.add_argument("--ckpt", type=path_text, required=True, metavar="CKPT", help=about)
     _add_license(out)
-    out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
+    goal = out.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--hf", type=as_path, metavar="DIR", help="folder to make")
+    goal.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist folder to make")
+    impls = ["transformer_engine", "local"]
+    about = "whose modules' names Megatron's folder has"
+    out.add_argument("--transformer-impl", choices=impls, default=impls[0], help=about)
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
         kinds = ["float32", "bfloat16", *(_NARROW if one is out else [])]
@@ -119,6 +127,13 @@ def _import(args: argparse.Namespace) -> int:
     from mjax.models import definition_of
 
     require_files(args.hf or args.megatron)
+    if args.with_optimizer:
+        from mjax.interop.megatron.run_folder import import_run
+
+        if not args.megatron:
+            raise UserError("--with-optimizer goes with --megatron: Hugging Face has weights alone")
+        print(import_run(args.megatron, args.out))
+        return 0
     if args.verify and args.megatron:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
     name = _with_revision(args) if args.hf else None
@@ -134,6 +149,8 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     if not 0 < args.max_shard_gb < math.inf:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")
+    if args.megatron:
+        return _export_megatron(args)
     if args.verify and args.dtype.startswith("float8"):
         raise UserError("--verify has a bound for exact weights; leave it out with float8")
     size = math.ceil(args.max_shard_gb * 1e9)
@@ -209,6 +226,19 @@ def _with_revision(args: argparse.Namespace) -> str:
     return f"{args.hf}@{args.revision}"
 
 
+def _export_megatron(args: argparse.Namespace) -> int:
+    from mjax.interop.megatron.writing import export_torch_dist
+    from mjax.interop.sources import source_of
+
+    if args.verify:
+        raise UserError("--verify compares with transformers; --megatron reads back what it writes")
+    if args.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype {args.dtype}: torch_dist is written as float32 or bfloat16")
+    export_torch_dist(source_of(args.ckpt), args.megatron, args.dtype, args.transformer_impl)
+    print(f"{args.megatron}: torch_dist for Megatron-LM as {args.dtype}")
+    return 0
+
+
 def _config(args: argparse.Namespace) -> int:
     import yaml
 
@@ -220,6 +250,13 @@ def _config(args: argparse.Namespace) -> int:
 
     given = args.hf or args.megatron or args.ckpt
     require_files(given)
+    if args.megatron:
+        from mjax.interop.megatron.run_folder import config_of_run
+
+        groups, lines = config_of_run(args.megatron)
+        print("".join(f"# {line}\n" for line in lines), end="")
+        print(yaml.safe_dump(groups, sort_keys=False), end="")
+        return 0
     name = _with_revision(args) if args.hf else given
     folder = model_folder(name)
     path = folder / "config.json" if folder.is_dir() else folder

@@ -7,9 +7,10 @@ whole train state.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,32 +47,70 @@ def write_weights(
     `extras`: side files of the model, by name. Raises `UserError` with nothing written.
     """
     source.check()
-    leaves, kind = flat(specs), jnp.dtype(dtype)
+    record = {
+        "contents": WEIGHTS,
+        "config": {"model": source.cfg.model_dump(mode="json")},
+        "consumed_samples": 0,
+    }
+    parts = {("params",): StatePart(source, specs, jnp.dtype(dtype))}
     with new_folder(folder) as temporary:
-        state, meta = temporary / "0" / "state", temporary / "0" / "meta"
-        state.mkdir(parents=True)
-        meta.mkdir()
-        tasks = []
-        for path, spec in leaves.items():
+        write_step(temporary / "0", parts, record, extras)
+
+
+class StatePart(NamedTuple):
+    """Arrays of a state that follow parameters: weights, or moments of one kind."""
+
+    source: Source
+    specs: dict
+    dtype: np.dtype
+
+
+def write_step(
+    folder: Path,
+    parts: Mapping[Leaf, StatePart],
+    record: dict,
+    extras: Mapping[str, bytes] | None = None,
+    numbers: Mapping[Leaf, int] | None = None,
+) -> None:
+    """Write the step `folder`, whose name is its number: `parts` and int32 `numbers` by their place
+    in the state, and the record of what made them."""
+    state, meta = folder / "state", folder / "meta"
+    state.mkdir(parents=True)
+    meta.mkdir()
+    tasks, places = [], []
+    for place, (source, specs, kind) in parts.items():
+        for path, spec in flat(specs).items():
+            if source.has is not None and path not in source.has:
+                source_read = partial(_zero_block, kind)
+            else:
+                source_read = source.read
             block = block_shape(spec.shape, kind.itemsize, spec.matrix_view()[0])
-            array = _create(state, path, spec.shape, block, kind)
+            places.append((*place, *path))
+            array = _create(state, places[-1], spec.shape, block, kind)
             for index in blocks(spec.shape, block):
-                tasks.append(partial(_copy, source, path, index, array, block, kind))
-        digests = dict(run_all(tasks))
-        (state / "_METADATA").write_text(json.dumps(_tree_metadata(leaves)), encoding="utf-8")
-        record = {
-            "contents": WEIGHTS,
-            "config": {"model": source.cfg.model_dump(mode="json")},
-            "digests": digest.FORMAT,
-            "step": 0,
-            "consumed_samples": 0,
-            "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
-        }
-        (meta / "metadata").write_text(json.dumps(record), encoding="utf-8")
-        if extras:
-            (temporary / "0" / SIDE_FILES).mkdir()
-            write_files(temporary / "0" / SIDE_FILES, extras)
-        digest.write_digests(temporary / "0", digests)
+                tasks.append(partial(_copy, source_read, path, index, array, block, kind))
+    for place, number in (numbers or {}).items():
+        places.append(place)
+        array = _create(state, place, (), (), np.dtype(np.int32))
+        read = partial(_scalar_block, number)
+        tasks.append(partial(_copy, read, place, (), array, (), np.dtype(np.int32)))
+    digests = dict(run_all(tasks))
+    (state / "_METADATA").write_text(json.dumps(_tree_metadata(places)), encoding="utf-8")
+    versions = {"mjax": mjax.__version__, "jax": jax.__version__}
+    record = {"digests": digest.FORMAT, "step": int(folder.name), "versions": versions} | record
+    (meta / "metadata").write_text(json.dumps(record), encoding="utf-8")
+    if extras:
+        (folder / SIDE_FILES).mkdir()
+        write_files(folder / SIDE_FILES, extras)
+    digest.write_digests(folder, digests)
+
+
+def _zero_block(kind: np.dtype, path: Leaf, index: Index) -> np.ndarray:
+    return np.zeros([s.stop - s.start for s in index], kind)
+
+
+def _scalar_block(number: int, path: Leaf, index: Index) -> np.ndarray:
+    return np.asarray(number, np.int32)
 
 
 def read_weights(folder: Path) -> Source:
@@ -133,10 +172,10 @@ def _name(path: Leaf) -> str:
 
 
 def _create(
-    state: Path, path: Leaf, shape: tuple[int, ...], block: tuple[int, ...], dtype: np.dtype
+    state: Path, place: Leaf, shape: tuple[int, ...], block: tuple[int, ...], dtype: np.dtype
 ) -> Path:
     """An array without data, in its own folder."""
-    folder = state / _name(path)
+    folder = state / ".".join(place)
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
@@ -147,7 +186,7 @@ def _create(
 
 
 def _copy(
-    source: Source,
+    read: Callable[[Leaf, Index], np.ndarray],
     path: Leaf,
     index: Index,
     folder: Path,
@@ -158,21 +197,20 @@ def _copy(
 
     Returns the name of the file in the step's folder and the digest of what was in memory.
     """
-    part = source.read(path, index).astype(dtype, copy=False)
+    part = read(path, index).astype(dtype, copy=False)
     if part.shape != block:
         part = np.pad(part, [(0, n - m) for n, m in zip(block, part.shape, strict=True)])
-    name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True))
+    name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True)) or "0"
     with open(folder / name, "wb", buffering=0) as f:
         write_array(f, part)
     content = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
     return f"state/{folder.name}/{name}", digest.digest_bytes(content)
 
 
-def _tree_metadata(leaves: Mapping[Leaf, object]) -> dict:
+def _tree_metadata(places: Iterable[Leaf]) -> dict:
     """Orbax's description of the tree {"params": ...}."""
     entries = {}
-    for path in leaves:
-        keys = ("params", *path)
+    for keys in places:
         entries[str(keys)] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],  # 2: of a dict
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},

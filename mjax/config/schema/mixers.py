@@ -20,6 +20,8 @@ class MlaConfig(Group):
     """Part of them with RoPE; that of keys is one for all heads."""
     v_head_dim: UpTo20 = Field(0, ge=0)
     """Size of a head of values."""
+    latent_norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of the norms of latents: 1e-6 in DeepSeek's models, norm_eps in Megatron-LM."""
 
     @property
     def qk_head_dim(self) -> int:

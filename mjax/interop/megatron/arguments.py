@@ -1,9 +1,10 @@
 """Megatron-LM's saved arguments -> `ModelConfig`.
 
-Invariant: every argument that changes what a GPT computes is either translated here or, when it is
-on, refused by name. Arguments that only change how it is trained, sharded or rounded are not read.
+Invariant: every argument that changes what a model computes is either translated here or, when it
+is on, refused by name. Arguments that only change training, sharding or rounding are not read.
 An argument newer than this list shows as a tensor without a place, which is refused, too.
-Source: megatron/training/arguments.py, core/transformer/transformer_config.py, gpt_builders.py.
+Source: megatron/training/arguments.py, core/transformer/transformer_config.py, gpt_builders.py,
+hybrid_builders.py. Latent attention, experts and hybrid patterns are in `arguments_of_parts.py`.
 """
 
 from collections.abc import Mapping
@@ -11,21 +12,25 @@ from collections.abc import Mapping
 from mjax.config.languages.layer_pattern import pattern_of
 from mjax.config.schema.keys import model_of, nested
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
+from mjax.interop.megatron.arguments_of_parts import (
+    bert_fields,
+    expert_fields,
+    hybrid_fields,
+    is_hybrid,
+    latent_fields,
+)
+from mjax.interop.megatron.saved_arguments import Args
 
 # Must be absent, None, False, 0 or empty.
 OFF = (
-    "multi_latent_attention", "experimental_attention_variant", "linear_attention_type",
+    "experimental_attention_variant", "linear_attention_type",
     "attention_output_gate", "qk_l2_norm", "rotary_interleaved", "mrope_section",
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
     "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
-    "use_legacy_models", "mtp_num_layers", "is_hybrid_model", "hybrid_override_pattern",
-    "hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "use_mup", "spec",
+    "use_legacy_models", "mtp_use_repeated_layer", "use_mup", "enable_hyper_connections",
     "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
-    "chunk_attention_freq", "moe_shared_expert_intermediate_size",
-    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_limited_devices",
-    "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_latent_size",
-    "moe_expert_capacity_factor", "moe_apply_probs_on_input",
+    "chunk_attention_freq", "moe_router_topk_limited_devices",
+    "moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_apply_probs_on_input",
 )  # fmt: skip
 
 # Where it is looked at, the argument must be one of these.
@@ -33,40 +38,19 @@ CHOICES = {
     "position_embedding_type": ("rope", "learned_absolute", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "softmax_type": ("vanilla", "learnable"),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
 }
 
 _POSITION_NAMES = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 _NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
-class _Args:
-    """The arguments, with errors that name the one and the file."""
+def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") -> ModelConfig:
+    """The model of saved arguments; `UserError` names the argument that stands against it.
 
-    def __init__(self, values: Mapping[str, object], where: str):
-        self.values, self.where = values, where
-
-    def __call__(self, name: str, default: object = None) -> object:
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def need(self, name: str) -> object:
-        if self(name) is None:
-            raise UserError(f"{self.where}: args.{name} is missing; save with a newer Megatron-LM")
-        return self(name)
-
-    def refuse(self, name: str, why: str = "has no counterpart in mjax") -> UserError:
-        return UserError(
-            f"{self.where}: args.{name}={self(name)!r} {why}; such a model cannot be imported "
-            "(docs/start/from-megatron.md)"
-        )
-
-
-def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
-    """The model of saved arguments; `UserError` names the argument that stands against it."""
-    args = _Args(values, where)
+    `kind`: gpt (hybrids, too) or bert.
+    """
+    args = Args(values, where)
     dense = not args("num_experts")
     for name in OFF:
         if args(name, False) not in (False, 0, (), [], "") and not _idle(name, dense):
@@ -80,8 +64,9 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
         **_positions(args),
         **_activation(args, bias),
         **_layer_fields(args),
-        **_expert_fields(args, bias),
+        **expert_fields(args, bias),
         **_attention_fields(args, bias),
+        "num_nextn_predict_layers": args("mtp_num_layers", 0),
         "mlp_bias": bias,
         "norm": _NORM_NAMES[args.need("normalization")],
         "norm_eps": float(args.need("norm_epsilon")),
@@ -90,6 +75,12 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
         "hidden_dropout": float(args("hidden_dropout", 0.0)),
         "initializer_range": float(args("init_method_std", 0.02)),
     }
+    if args("multi_latent_attention"):
+        fields |= latent_fields(args)
+    if is_hybrid(args):
+        fields |= hybrid_fields(args)
+    if kind != "gpt":
+        fields |= bert_fields(args)
     wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
     return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 
@@ -98,7 +89,7 @@ def _idle(name: str, dense: bool) -> bool:
     return dense and name.startswith("moe_")
 
 
-def _size_fields(args: _Args) -> dict:
+def _size_fields(args: Args) -> dict:
     hidden, heads = args.need("hidden_size"), args.need("num_attention_heads")
     padded = args.need("padded_vocab_size")
     vocab = args("vocab_size", padded)
@@ -121,7 +112,7 @@ def _size_fields(args: _Args) -> dict:
     }
 
 
-def _attention_fields(args: _Args, bias: bool) -> dict:
+def _attention_fields(args: Args, bias: bool) -> dict:
     return {
         "attention.attention_bias": bias or bool(args("add_qkv_bias", False)),
         "attention.attention_out_bias": bias,
@@ -132,7 +123,7 @@ def _attention_fields(args: _Args, bias: bool) -> dict:
     }
 
 
-def _positions(args: _Args) -> dict:
+def _positions(args: Args) -> dict:
     found = {"position_embedding": _POSITION_NAMES[args.need("position_embedding_type")]}
     if found["position_embedding"] != "rope":
         return found
@@ -149,7 +140,7 @@ def _positions(args: _Args) -> dict:
     return found
 
 
-def _activation(args: _Args, bias: bool) -> dict:
+def _activation(args: Args, bias: bool) -> dict:
     """Megatron's fused gelu kernels compute the tanh form, its unfused path the erf form."""
     gated = bool(args("swiglu") or args("gated_linear_unit"))
     if args("swiglu"):
@@ -171,8 +162,10 @@ _MARKED = {
 }
 
 
-def _layer_fields(args: _Args) -> dict:
+def _layer_fields(args: Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
+    if is_hybrid(args):
+        return {}
     n = args.need("num_layers")
     marks = {kind: [False] * n for kind in _MARKED}
     window = args("window_size")
@@ -193,13 +186,17 @@ def _layer_fields(args: _Args) -> dict:
             both = " and ".join(f"args.{_MARKED[kind]}" for kind in marked)
             raise args.refuse(_MARKED[marked[0]], f"meets another in layer {layer} ({both})")
         kinds += marked or ["full+mlp"]
+    if args("multi_latent_attention"):
+        if {kind.split("+")[0] for kind in kinds} != {"full"}:
+            raise args.refuse("multi_latent_attention", "meets window_size or no_rope_freq")
+        kinds = [kind.replace("full", "mla") for kind in kinds]
     found = {"layer_pattern": pattern_of(kinds)}
     has_windows = "window+mlp" in kinds
     return found | ({"attention.sliding_window": window[0] + 1} if has_windows else {})
 
 
 def _every(
-    args: _Args, name: str, layers: int, first: int = 1, marked: bool = True
+    args: Args, name: str, layers: int, first: int = 1, marked: bool = True
 ) -> list[bool] | None:
     """The layers that an argument chooses; None: it is not given.
 
@@ -214,18 +211,3 @@ def _every(
     if not isinstance(value, list | tuple) or len(value) != layers:
         raise args.refuse(name, f"is neither a number nor a list of {layers}")
     return [bool(mark) == marked for mark in value]
-
-
-def _expert_fields(args: _Args, bias: bool) -> dict:
-    if not args("num_experts"):
-        return {}
-    if bias:
-        raise args.refuse("add_bias_linear", "with experts (args.num_experts)")
-    balanced = args("moe_router_load_balancing_type", "aux_loss") != "none"
-    return {
-        "moe.num_experts": args("num_experts"),
-        "moe.num_experts_per_tok": args.need("moe_router_topk"),
-        "moe.moe_intermediate_size": args("moe_ffn_hidden_size") or args.need("ffn_hidden_size"),
-        "moe.norm_topk_prob": not args("moe_router_pre_softmax", False),
-        "moe.router_aux_loss_coef": float(args("moe_aux_loss_coeff", 0.0)) if balanced else 0.0,
-    }

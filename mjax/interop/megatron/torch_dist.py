@@ -1,7 +1,8 @@
 """Reads Megatron-LM's `torch_dist` checkpoint folders, with neither Megatron nor torch installed.
 
-`metadata.json` says the format, `common.pt` holds what is not sharded, `.metadata` says of every
-tensor where its chunks lie, and each chunk is a torch zip archive within a `__R_N.distcp` file.
+`metadata.json` says the format, `.metadata` of every tensor where its chunks lie, and each chunk is
+a torch zip archive within a `__R_N.distcp` file. All that is not sharded lies in `common.pt`, and
+since Megatron-core 0.19 in such a file, too: the object `common_state`.
 Invariants: unpickling imports and runs nothing of the checkpoint's (unknown classes become
 `Inert`), and a part of a tensor opens only the files, and touches only the pages, that hold it.
 Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serialization.
@@ -32,6 +33,7 @@ _STORAGES = {
     "HalfStorage": np.dtype(np.float16),
     "DoubleStorage": np.dtype(np.float64),
 }
+_COMMON_STATE = "common_state/shard_0_1"
 _DAMAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
     TypeError, ValueError, OSError, struct.error,
@@ -62,6 +64,21 @@ class TorchDist:
     folder: Path
     tensors: dict[str, TorchTensor]
     common: dict
+    name_of_common: str = "common.pt"
+
+    @property
+    def where_common(self) -> str:
+        return str(self.folder / self.name_of_common)
+
+    def arguments(self) -> argparse.Namespace:
+        """The arguments of the run that wrote it."""
+        args = self.common.get("args") if isinstance(self.common, dict) else None
+        if not isinstance(args, argparse.Namespace):
+            raise UserError(
+                f"{self.where_common} holds no `args`: Megatron-LM's training script did not write "
+                "it; load and save it once with pretrain_gpt.py"
+            )
+        return args
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """Part of a tensor as unsigned integers, which numpy copies much faster than bfloat16; view
@@ -94,7 +111,7 @@ class TorchDist:
         for chunk in (c for name in sorted(names) for c in self.tensors[name].chunks):
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         for file, end in ends.items():
-            path = self.folder / file
+            path = _file_within(self.folder, file)
             size = path.stat().st_size if path.is_file() else 0
             if size < end:
                 what = f"has {size:,} of {end:,} bytes" if size else "is missing"
@@ -102,7 +119,7 @@ class TorchDist:
 
     def _chunk(self, name: str, chunk: TorchChunk) -> np.ndarray:
         """The chunk's array, mapped from its file."""
-        path = self.folder / chunk.file
+        path = _file_within(self.folder, chunk.file)
         with _damage_named(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
             with path.open("rb") as file:
                 part = _Part(file, chunk.offset, chunk.length)
@@ -127,11 +144,26 @@ def open_torch_dist(path: str | Path) -> TorchDist:
     folder = _iteration_folder(Path(path))
     _check_format(folder)
     with _damage_named(f"{folder}: cannot read common.pt or .metadata"):
-        with (folder / "common.pt").open("rb") as file:
-            common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
-        return TorchDist(folder, _tensors(metadata), common)
+        tensors = _tensors(metadata)
+        own = [i for i in metadata.storage_data if i.fqn == _COMMON_STATE]
+        if own and not (folder / "common.pt").exists():
+            place = metadata.storage_data[own[0]]
+            name = str(place.relative_path)
+            with _file_within(folder, name).open("rb") as file:
+                (common,) = _load_archive(_Part(file, place.offset, place.length))
+            return TorchDist(folder, tensors, common, f"{name} (common_state)")
+        with (folder / "common.pt").open("rb") as file:
+            common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
+        return TorchDist(folder, tensors, common)
+
+
+def _file_within(folder: Path, name: str) -> Path:
+    """A data file; `UserError` for a name that leads out of the folder."""
+    if Path(name).name != name:
+        raise UserError(f"{folder}: .metadata names the file {name!r} outside the folder; refused")
+    return folder / name
 
 
 @contextlib.contextmanager
@@ -232,19 +264,33 @@ _KNOWN = {
     "argparse.Namespace": argparse.Namespace,
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": tuple,
-    "torch._utils._rebuild_tensor_v2": lambda storage, *where: (storage, *where[:3]),
+    "torch._utils._rebuild_tensor_v2": lambda storage, *where: _tensor_or_number(storage, *where),
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 
+def _tensor_or_number(storage, *where):
+    """A tensor as ((storage, key), offset, shape, strides); one without axes as its number."""
+    *named, content = storage
+    if where[1] == () and where[0] == 0 and content is not None and named[0] in _STORAGES:
+        return float(np.frombuffer(content, _STORAGES[named[0]])[0])
+    return tuple(named), *where[:3]
+
+
 class _Unpickler(pickle.Unpickler):
+    """`content(key)`: the bytes of a storage of the archive, None if they are long."""
+
+    def __init__(self, file, content=lambda key: None):
+        super().__init__(file)
+        self.content = content
+
     def find_class(self, module: str, name: str):
         known = _KNOWN.get(f"{module}.{name}")
         return known or type(name, (Inert,), {"__module__": module})
 
-    def persistent_load(self, pid: tuple) -> tuple[str, str]:
-        """Class and key of a tensor's storage, which stays in the archive."""
-        return pid[1].__name__, pid[2]
+    def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:
+        """Class, key and, if short, content of a tensor's storage."""
+        return pid[1].__name__, pid[2], self.content(pid[2])
 
 
 class _Part(io.RawIOBase):
@@ -279,7 +325,12 @@ def _load_archive(part: _Part):
             raise UserError(
                 f"{part.file.name}: big-endian tensors; save on a little-endian machine"
             )
-        return _Unpickler(io.BytesIO(archive.read(name))).load()
+
+        def content(key: str) -> bytes | None:
+            info = archive.getinfo(name.replace("data.pkl", f"data/{key}"))
+            return archive.read(info) if info.file_size <= 8 else None
+
+        return _Unpickler(io.BytesIO(archive.read(name)), content).load()
 
 
 def _first_byte(part: _Part, suffix: str) -> int:

@@ -35,8 +35,6 @@ from mjax.models.base.tensor_parallel import column, local_product, row
 from mjax.models.base.weight import value_with_adapter, weight_of
 from mjax.sharding.spec import ParamSpec
 
-_NORM_EPS = 1e-6  # of latents in all of DeepSeek's models, whatever rms_norm_eps
-
 
 class MLA(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: causal latent attention, within segments.
@@ -95,7 +93,7 @@ class MLA(BranchModule):
 
     def _norm(self, hf: str, rank: int, rngs: nnx.Rngs) -> Norm:
         """The norm of a latent."""
-        cfg = self.cfg.model_copy(update={"norm_eps": _NORM_EPS})
+        cfg = self.cfg.model_copy(update={"norm_eps": self.cfg.mla.latent_norm_eps})
         return Norm(cfg, (rank,), ("latent",), f"self_attn.{hf}", rngs)
 
     @jax.named_scope("attention")

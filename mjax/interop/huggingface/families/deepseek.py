@@ -135,7 +135,8 @@ def latent_attention_part() -> Part:
     """`model.mla`. Reads before `shape`."""
 
     def read(config: dict) -> dict:
-        sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
+        own = MlaConfig.model_fields.keys() - {"q_lora_rank", "latent_norm_eps"}
+        sizes = {key: take(config, key) for key in sorted(own)}
         sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
         turned = sizes["qk_rope_head_dim"]
         head = sizes["qk_nope_head_dim"] + turned
@@ -146,7 +147,7 @@ def latent_attention_part() -> Part:
         return {f"mla.{key}": size for key, size in sizes.items()}
 
     def write(cfg: ModelConfig) -> dict:
-        return cfg.mla.model_dump() | {
+        return cfg.mla.model_dump(exclude={"latent_norm_eps"}) | {
             "head_dim": cfg.mla.qk_rope_head_dim,
             "num_key_value_heads": cfg.attention.num_attention_heads,
         }

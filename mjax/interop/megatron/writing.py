@@ -1,0 +1,282 @@
+"""Writes `torch_dist` checkpoints that Megatron-LM loads, tensor by tensor.
+
+A tensor of a layer or expert is a chunk. Each is built from the parts of ours that lie in it: their
+layouts, run on the places of entries, say where (`layouts.py`). Weights are read back and compared
+before the folder gets its name. Source: megatron/core/dist_checkpointing (serialization.py,
+strategies/common.py), training/checkpointing.py.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from mjax.checkpoint.base.source import Path as Leaf
+from mjax.checkpoint.base.source import Source, flat
+from mjax.checkpoint.store import new_folder
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
+from mjax.interop.megatron.parameter_names import layers_in_stack
+from mjax.interop.megatron.parameters import (
+    Option,
+    leading_axes,
+    megatron_source,
+    options_of,
+    place_of,
+)
+from mjax.interop.megatron.torch_pickle import (
+    archive,
+    metadata_file,
+    namespace,
+    object_metadata,
+    tensor_archive,
+    tensor_metadata,
+)
+from mjax.interop.megatron.written_arguments import megatron_arguments
+from mjax.models import definition_of
+from mjax.sharding.spec import ParamSpec
+
+FILE_BYTES = 4 * 2**30  # after which the next data file begins
+ROWS_BYTES = 64 * 2**20  # of a chunk of a vocabulary
+
+
+@dataclass
+class _Piece:
+    """A part of a Megatron tensor: one of ours, at an entry of its leading axes."""
+
+    path: Leaf
+    at: tuple[int, ...]
+    part: int = 0
+    parts_apart: bool = False
+
+
+@dataclass
+class _Target:
+    """A tensor to write: its shape behind the leading axes, their sizes, and the pieces of each
+    entry of them."""
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    pieces: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
+
+
+def export_torch_dist(source: Source, out: Path, dtype: str, impl: str) -> None:
+    """Write a release for Megatron-LM, weights without an iteration; `UserError` with nothing
+    written. `impl`: transformer_engine or local, whose modules' names it has.
+    """
+    args = megatron_arguments(source.cfg, impl)
+    source.check()
+    common = {"args": namespace(args), "checkpoint_version": 3.0, "iteration": 0}
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    with new_folder(out) as temporary:
+        folder = temporary / "release"
+        folder.mkdir()
+        writer = _Writer(folder, source.cfg, args)
+        writer.write_model(source, kind)
+        writer.finish(common)
+        _compare(folder, source, kind)
+        (temporary / "latest_checkpointed_iteration.txt").write_text("release")
+
+
+class _Writer:
+    """The data files of a folder, and what `.metadata` will say of them."""
+
+    def __init__(self, folder: Path, cfg: ModelConfig, args: dict):
+        self.folder, self.cfg, self.args = folder, cfg, args
+        self.specs = flat(definition_of(cfg).specs)
+        self.entries, self.places, self.files = {}, [], 0
+        self.file = None
+
+    def write_model(self, source: Source, dtype: np.dtype) -> None:
+        """Write all parameters under Megatron's names."""
+        for name, target in self._targets().items():
+            chunks = []
+            for at, pieces in target.pieces.items():
+                for first, x in self._chunks(source, target, pieces, dtype):
+                    offsets = (*at, first, *(0 for _ in target.shape[1:]))
+                    sizes = (*(1 for _ in at), *x.shape)
+                    content = tensor_archive(x.reshape(sizes))
+                    chunks.append((offsets, sizes))
+                    self._append(name, offsets, content)
+            shape = (*target.sizes, *target.shape)
+            self.entries[name] = tensor_metadata(dtype, shape, chunks)
+            linear = name.removesuffix(".z")  # the first part of a mixer's projection
+            if linear.endswith(_WITH_EXTRA_STATE):
+                self._write_extra_states(linear, target.sizes)
+
+    def finish(self, common: dict) -> None:
+        """Write what is not sharded, and last the file that makes the folder a checkpoint."""
+        self._write_extra_states("output_layer.weight", ())
+        self.file.close()
+        (self.folder / "common.pt").write_bytes(archive(common))
+        (self.folder / ".metadata").write_bytes(metadata_file(self.entries, self.places))
+        said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        said |= {"common_backend": "torch", "common_backend_version": 1}
+        (self.folder / "metadata.json").write_text(json.dumps(said))
+
+    def _append(self, name: str, offsets: tuple[int, ...] | None, content: bytes) -> None:
+        if self.file is None or self.file.tell() >= FILE_BYTES:
+            if self.file is not None:
+                self.file.close()
+            self.file = (self.folder / f"__0_{self.files}.distcp").open("wb")
+            self.files += 1
+        first = self.file.tell()
+        self.file.write(content)
+        own = os.path.basename(self.file.name)
+        self.places.append((name, offsets, own, first, len(content)))
+
+    def _write_extra_states(self, name: str, sizes: tuple[int, ...]) -> None:
+        """Write the empty objects that Megatron's linear layers ask for beside weights."""
+        sizes = sizes or (1,)
+        for at in np.ndindex(sizes):
+            shard = ".".join(map(str, at)), ".".join(map(str, sizes))
+            key = f"{name.removesuffix('weight')}_extra_state/shard_{shard[0]}_{shard[1]}"
+            self.entries[key] = object_metadata()
+            self._append(key, None, archive([None]))
+
+    def _targets(self) -> dict[str, _Target]:
+        """All tensors by name."""
+        targets: dict[str, _Target] = {}
+        for path, spec in self.specs.items():
+            _, layout = place_of(path, self.cfg)
+            lead = leading_axes(spec)
+            shape = layout.shape(self.cfg, spec.shape[lead:])
+            for at in np.ndindex(spec.shape[:lead]):
+                name, places = self._name(path, spec, at)
+                entry, sizes = tuple(i for i, _ in places), tuple(n for _, n in places)
+                apart = bool(layout.endings) and layout.endings[0].startswith(".")
+                ends = layout.endings if apart else ("",)
+                for part, end in enumerate(ends):
+                    own = (shape[0] // len(ends), *shape[1:])
+                    target = targets.setdefault(name + end, _Target(own, sizes))
+                    piece = _Piece(path, at, part, apart)
+                    target.pieces.setdefault(entry, []).append(piece)
+        return targets
+
+    def _name(self, path: Leaf, spec: ParamSpec, at: tuple[int, ...]) -> Option:
+        """The name that the modules of `impl` give a piece, and its place in leading axes."""
+        options = options_of(path, spec, self.cfg, at)
+        names, _ = place_of(path, self.cfg)
+        of_layer = spec.axes[:1] == ("layers",)
+        first = len(names) if of_layer and _stacks_layers(self.args) else 0
+        last = first + len(names)
+        group = options[first:last]
+        return group[-1] if self._is_plain_norm(path) else group[0]
+
+    def _is_plain_norm(self, path: Leaf) -> bool:
+        """Whether a norm is a module of its own, not a part of the linear layer that follows."""
+        if len(path) < 2 or not path[-2].endswith("norm"):
+            return False
+        if path[:1] == ("final_norm",):
+            return self.args["hybrid_layer_pattern"] is not None
+        layer = (layers_in_stack(self.cfg, path[0]) or [-1])[0]
+        kind = self.cfg.layer_kinds[layer]
+        if not self._is_te():
+            is_hybrid = self.args["hybrid_layer_pattern"] is not None
+            return "mla" in kind or (is_hybrid and path[-2] != "attention_norm")
+        return path[-2] == "mlp_norm" and "experts" in kind
+
+    def _is_te(self) -> bool:
+        return self.args["transformer_impl"] == "transformer_engine"
+
+    def _chunks(
+        self, source: Source, target: _Target, pieces: list[_Piece], dtype: np.dtype
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, rows) of one entry of a tensor: a vocabulary by parts, all else at once."""
+        first = pieces[0]
+        _, layout = place_of(first.path, self.cfg)
+        rows = target.shape[0]
+        if layout is not VOCABULARY:
+            yield 0, self._whole(source, target, pieces, dtype)
+            return
+        step = max(1, ROWS_BYTES // max(1, 4 * math.prod(target.shape[1:])))
+        for start in range(0, rows, step):
+            box = (slice(start, min(start + step, rows)), *map(slice, target.shape[1:]))
+            yield start, source.read(first.path, box).astype(dtype)
+
+    def _whole(
+        self, source: Source, target: _Target, pieces: list[_Piece], dtype: np.dtype
+    ) -> np.ndarray:
+        out = np.empty(target.shape, dtype)
+        for piece in pieces:
+            spec = self.specs[piece.path]
+            _, layout = place_of(piece.path, self.cfg)
+            lead = leading_axes(spec)
+            inner = spec.shape[lead:]
+            index = (*(slice(i, i + 1) for i in piece.at), *map(slice, inner))
+            ours = source.read(piece.path, index).reshape(inner)
+            _put_in_place(out, ours, layout, self.cfg, piece)
+        return out
+
+
+_WITH_EXTRA_STATE = tuple(
+    f"{name}.weight"
+    for name in """linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
+    linear_q_up_proj linear_kv_down_proj linear_kv_up_proj linear_q linear_kv fc1_latent_proj
+    fc2_latent_proj eh_proj in_proj out_proj""".split()
+)
+
+
+def _stacks_layers(args: dict) -> bool:
+    """Whether Megatron puts equal tensors of all layers into one: as its transformer_block.py."""
+    return args["hybrid_layer_pattern"] is None and not isinstance(args["moe_layer_freq"], list)
+
+
+def _put_in_place(
+    out: np.ndarray, ours: np.ndarray, layout: MegatronLayout, cfg: ModelConfig, piece: _Piece
+) -> None:
+    """Put one of ours into Megatron's tensor."""
+    if layout is PLAIN or (layout.convert is TRANSPOSED.convert):
+        out[...] = ours if layout is PLAIN else ours.T
+        return
+    box = [slice(0, n) for n in ours.shape]
+    part_rows = len(out) if piece.parts_apart else len(out) // layout.parts
+
+    def places(rows: slice, *rest: slice, part: int = 0) -> np.ndarray:
+        """The places of a box in the tensor; parts that are tensors of their own lie far away."""
+        first = part * (_APART_ROWS if piece.parts_apart else part_rows)
+        at = np.arange(rows.start, rows.stop) + first
+        sizes = out.shape[1:]
+        for columns, size in zip(rest, sizes, strict=True):
+            at = at[..., None] * size + np.arange(columns.start, columns.stop)
+        return at
+
+    at = layout.convert(places, cfg, ours.shape, box).reshape(-1)
+    ours = ours.reshape(-1)
+    if piece.parts_apart:
+        apart = _APART_ROWS * math.prod(out.shape[1:])
+        own = at // apart == piece.part
+        at, ours = at[own] % apart, ours[own]
+    out.reshape(-1)[at] = ours
+
+
+_APART_ROWS = 2**24  # between the rows of parts that are tensors of their own
+
+
+def _compare(folder: Path, source: Source, dtype: np.dtype) -> None:
+    """`UserError` unless the folder gives back what was written."""
+    back = megatron_source(folder)
+    back.check()
+    for path, spec in flat(definition_of(back.cfg).specs).items():
+        for i in range(spec.shape[0]):
+            box = (slice(i, i + 1), *map(slice, spec.shape[1:])) if leading_axes(spec) else None
+            box = box or tuple(map(slice, spec.shape))
+            want = _masked(source.read(path, box).astype(dtype), path, source.cfg)
+            if not np.array_equal(back.read(path, box), want, equal_nan=True):
+                raise UserError(f"{folder}: {'.'.join(path)} reads back differently; write again")
+            if not leading_axes(spec):
+                break
+
+
+def _masked(x: np.ndarray, path: Leaf, cfg: ModelConfig) -> np.ndarray:
+    """Rows that pad the vocabulary are zero when read."""
+    if place_of(path, cfg)[1] is VOCABULARY:
+        x = np.array(x)
+        x[cfg.vocab_size :] = 0
+    return x

@@ -1,0 +1,539 @@
+# ruff: noqa: E501
+"""Runs Megatron-core itself on CPU: a tiny model is saved or loaded, and trained.
+
+`python megatron_job.py JOB.json` starts one process a rank (gloo). A job names Megatron's
+arguments, the sizes tp, pp and ep, a folder to write or read, steps to train, and the file for results.
+Megatron-core needs no GPU for this: its local layers, sequential experts, torch's Adam.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from torch.nn import functional as F
+
+
+def main(path: str) -> None:
+    job = json.loads(Path(path).read_text())
+    world = job.get("world", job["tp"] * job["pp"] * job["ep"])
+    torch.multiprocessing.start_processes(_rank, (job, world), nprocs=world, start_method="spawn")
+
+
+def _rank(rank: int, job: dict, world: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda *_: None)
+    type_of = torch.Tensor.type
+    torch.Tensor.type = lambda x, *a: (
+        type_of(x, *a) if a else "torch.cuda." + type_of(x).split(".")[-1]
+    )
+    torch.cuda.synchronize = lambda *_: None
+    store = torch.distributed.FileStore(job["result"] + ".store", world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        job["tp"], job["pp"], expert_model_parallel_size=job["ep"], create_gloo_process_groups=True
+    )
+    tensor_parallel.random.initialize_rng_tracker()
+    _seed_trackers()
+    torch.manual_seed(1)
+    _stand_ins()
+    _OnCpu().__enter__()
+    args = argparse.Namespace(**job["args"])
+    model = {"gpt": _gpt, "bert": _bert, "hybrid": _hybrid}[job.get("kind", "gpt")](args, job)
+    if job.get("noise", True):
+        _disturb(model)
+    _run(job, args, model)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+class _OnCpu(torch.overrides.TorchFunctionMode):
+    """Makes on the CPU what Megatron-core asks for on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _stand_ins() -> None:
+    """Plain torch for two parts that Megatron-core takes from Transformer Engine alone."""
+    from megatron.core.transformer import dot_product_attention, module
+    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    class Linear(torch.nn.Linear):
+        def __init__(self, inputs, outputs, *, bias, **_):
+            super().__init__(inputs, outputs, bias=bias)
+            generator = torch.Generator().manual_seed(inputs * 1000 + outputs)
+            self.weight.data = 0.2 * torch.randn(self.weight.shape, generator=generator)
+
+        def forward(self, x):
+            return super().forward(x), None
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            state = self.state_dict(prefix="", keep_vars=True)
+            return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+
+    def start(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        **_,
+    ):
+        module.MegatronModule.__init__(self, config=config)
+        self.softmax_scale, self.layer_number = softmax_scale, layer_number
+
+    def attend(self, q, k, v, mask, **_):
+        scale = self.softmax_scale or q.shape[-1] ** -0.5
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        scores = torch.einsum("sbnh,tbnh->bnst", q, k) * scale
+        probs = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.einsum("bnst,tbnh->sbnh", probs, v).flatten(2)
+
+    plain = dot_product_attention.DotProductAttention
+    plain.__init__, plain.forward = start, attend
+    plain.sharded_state_dict = lambda self, *_, **__: {}
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
+
+
+def _seed_trackers() -> None:
+    from megatron.core.tensor_parallel import random
+
+    tracker = random.get_cuda_rng_tracker()
+    import contextlib
+
+    tracker.fork = lambda *a, **k: contextlib.nullcontext()
+    tracker.states_ = {
+        "model-parallel-rng": None,
+        "expert-parallel-rng": None,
+        "data-parallel-rng": None,
+    }
+
+
+def _config(args, job):
+    import dataclasses
+
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    kind = (
+        MLATransformerConfig
+        if getattr(args, "multi_latent_attention", False)
+        else TransformerConfig
+    )
+    fields = {f.name for f in dataclasses.fields(kind)}
+    values = {
+        k: v for k, v in vars(args).items() if k in fields and (v is not None or k == "q_lora_rank")
+    }
+    values |= {
+        "num_moe_experts": args.num_experts,
+        "layernorm_epsilon": args.norm_epsilon,
+        "bias_activation_fusion": False,
+        "tensor_model_parallel_size": job["tp"],
+        "pipeline_model_parallel_size": job["pp"],
+        "expert_model_parallel_size": job["ep"],
+        "expert_tensor_parallel_size": job.get("etp", job["tp"] if job["ep"] == 1 else 1),
+        "sequence_parallel": False,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "layernorm_zero_centered_gamma": bool(getattr(args, "apply_layernorm_1p", False)),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+    if args.swiglu:
+        values |= {"activation_func": F.silu, "gated_linear_unit": True}
+    elif getattr(args, "squared_relu", False):
+        from megatron.core.activations import squared_relu
+
+        values |= {"activation_func": squared_relu}
+    values["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
+    return kind(**values)
+
+
+def _gpt(args, job):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    config = _config(args, job)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    mtp = None
+    if getattr(args, "mtp_num_layers", None):
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layers[-1], use_transformer_engine=False
+        )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=getattr(args, "rotary_percent", 1.0),
+        rotary_base=getattr(args, "rotary_base", 10000),
+        rope_scaling=getattr(args, "use_rope_scaling", False),
+        mtp_block_spec=mtp,
+    )
+
+
+def _bert(args, job):
+    from megatron.core import parallel_state
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        _config(args, job),
+        2,
+        bert_layer_local_spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        parallel_output=True,
+    )
+
+
+def _hybrid(args, job):
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm import mamba_mixer
+
+    spec = _hybrid_spec(mamba_mixer)
+    return HybridModel(
+        _config(args, job),
+        spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        hybrid_layer_pattern=args.hybrid_layer_pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def _hybrid_spec(mamba_mixer):
+    """Local modules in the places of Transformer Engine's, and a plain scan."""
+    from functools import partial
+
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    mm = mamba_mixer
+    mm.HAVE_MAMBA_SSM = mm.HAVE_EINOPS = True
+    from megatron.core.ssm import mamba_context_parallel as mcp
+
+    mcp.HAVE_EINOPS = True
+    from megatron.core.models.hybrid import hybrid_block
+
+    hybrid_block.TENorm = WrappedTorchNorm
+
+    class Norm(torch.nn.Module):
+        def __init__(
+            self, size, eps=1e-5, group_size=None, norm_before_gate=False, device=None, dtype=None
+        ):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size))
+            self.eps, self.group_size = eps, group_size
+
+        def forward(self, x, z=None):
+            x = x * F.silu(z)
+            y = x.view(*x.shape[:-1], -1, self.group_size)
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+            return y.reshape(x.shape) * self.weight
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+            state = self.state_dict(prefix="", keep_vars=True)
+            return make_sharded_tensors_for_checkpoint(
+                state, prefix, {"weight": 0}, sharded_offsets
+            )
+
+    mm.ExtendedRMSNorm = Norm
+    mm.RMSNormGated = Norm
+
+    def forward(self, hidden, *_, **__):
+        zxbcdt, _ = self.in_proj(hidden)
+        x = zxbcdt.transpose(0, 1)
+        d, g, h = self.d_inner_local_tp, self.ngroups_local_tp, self.nheads_local_tp
+        z, xbc, dt = x.split([d, d + 2 * g * self.d_state, h], -1)
+        xbc = F.conv1d(
+            xbc.transpose(1, 2),
+            self.conv1d_weight,
+            self.conv1d_bias,
+            padding=self.d_conv - 1,
+            groups=xbc.shape[-1],
+        )
+        xbc = F.silu(xbc[..., : x.shape[1]].transpose(1, 2))
+        u, b, c = xbc.split([d, g * self.d_state, g * self.d_state], -1)
+        u = u.reshape(*u.shape[:2], h, -1)
+        b, c = (t.reshape(*t.shape[:2], g, -1).repeat_interleave(h // g, 2) for t in (b, c))
+        dt = F.softplus(dt + self.dt_bias)
+        a = -self.A_log.exp()
+        state, out = torch.zeros(u.shape[0], h, u.shape[-1], self.d_state), []
+        for t in range(u.shape[1]):
+            step = dt[:, t, :, None, None]
+            state = (
+                state * (step * a[:, None, None]).exp()
+                + step * u[:, t, ..., None] * b[:, t, :, None]
+            )
+            out.append((state * c[:, t, :, None]).sum(-1) + self.D[:, None] * u[:, t])
+        y = torch.stack(out, 1).flatten(2)
+        y = self.norm(y, z)
+        return self.out_proj(y.transpose(0, 1))
+
+    mm.MambaMixer.forward = forward
+    bda = get_bias_dropout_add
+    attention = get_gpt_layer_local_submodules()
+    attention.mlp, attention.pre_mlp_layernorm = IdentityOp, IdentityOp
+    from megatron.core.transformer.identity_op import IdentityFuncOp
+
+    attention.mlp_bda = IdentityFuncOp
+    mlp = partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    mixer = ModuleSpec(
+        mm.MambaMixer,
+        submodules=mm.MambaMixerSubmodules(
+            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+        ),
+    )
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(
+                MambaLayer,
+                submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=bda),
+            ),
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(
+                MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=bda
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False),
+                    mlp_bda=bda,
+                ),
+            ),
+        ),
+    )
+
+
+def _disturb(model) -> None:
+    """Values that no order of experts and no default of a norm leaves unseen."""
+    import zlib
+
+    from megatron.core import parallel_state as ps
+
+    for name, p in model.named_parameters():
+        at = name, ps.get_pipeline_model_parallel_rank()
+        if "embedding" in name or "output_layer" in name:
+            continue
+        if ".experts." in name and "shared" not in name:
+            at += ps.get_expert_model_parallel_rank(), ps.get_expert_tensor_parallel_rank()
+        elif getattr(p, "tensor_model_parallel", False):
+            at += (ps.get_tensor_model_parallel_rank(),)
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(at).encode()))
+        p.data += 0.2 * torch.randn(p.shape, generator=generator)
+    for name, b in model.named_buffers():
+        if name.endswith("expert_bias"):
+            b += 0.1 * torch.randn(b.shape, generator=torch.Generator().manual_seed(3))
+
+
+def _forward(model, config_tokens, labels=None, kind="gpt"):
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    tokens = config_tokens
+    position = torch.arange(tokens.shape[1]).expand_as(tokens)
+    n = tokens.shape[1]
+    mask = torch.ones(1, 1, n, n).tril() < 0.5
+    first, last = ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()
+    if not first:
+        shape = n, tokens.shape[0], model.config.hidden_size
+        x = torch.empty(shape)
+        torch.distributed.recv(x, ps.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(x)
+    if kind == "bert":
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+        y, _ = model(tokens, torch.ones_like(tokens), tokentype_ids=torch.zeros_like(tokens))
+        return gather(y)
+    y = model(tokens, position, mask, labels=labels)
+    if not last:
+        torch.distributed.send(y.detach(), ps.get_pipeline_model_parallel_next_rank())
+        return None
+    return y if labels is not None else gather_from_tensor_model_parallel_region(y)
+
+
+def _state(model, optimizer=None, job=None, loading=False):
+    from megatron.core import parallel_state as ps
+
+    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    metadata |= job.get("metadata", {})
+    state = {"model": model.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=metadata
+        )
+    return state
+
+
+def _optimizer(model, job):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    o = job["optimizer"]
+    dist = o.get("distributed", False)
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(use_distributed_optimizer=dist, grad_reduce_in_fp32=True),
+        model,
+    )
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=o["lr"],
+        min_lr=0.0,
+        weight_decay=o["weight_decay"],
+        adam_beta1=o["b1"],
+        adam_beta2=o["b2"],
+        adam_eps=o["eps"],
+        clip_grad=o["clip"],
+        use_distributed_optimizer=dist,
+        bf16=o.get("bf16", False),
+        params_dtype=torch.bfloat16 if o.get("bf16") else torch.float32,
+    )
+    optimizer = get_megatron_optimizer(config, [ddp])
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=o["lr"],
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100 * job["batch"],
+        lr_decay_style="constant",
+        start_wd=o["weight_decay"],
+        end_wd=o["weight_decay"],
+        wd_incr_steps=100 * job["batch"],
+        wd_incr_style="constant",
+    )
+    return ddp, optimizer, scheduler
+
+
+def _train(ddp, optimizer, scheduler, batches):
+    losses = []
+    for tokens in batches:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = _forward_loss(ddp, tokens)
+        loss.backward()
+        ddp.finish_grad_sync()
+
+        optimizer.step()
+        scheduler.step(increment=tokens.shape[0])
+        losses.append(float(loss))
+    return losses
+
+
+def _forward_loss(model, tokens):
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    n = inputs.shape[1]
+    position = torch.arange(n).expand_as(inputs)
+    mask = torch.ones(1, 1, n, n).tril() < 0.5
+    return model(inputs, position, mask, labels=labels).float().mean()
+
+
+def _run(job, args, model) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
+
+    found = {}
+    ddp = optimizer = scheduler = None
+    if "optimizer" in job:
+        ddp, optimizer, scheduler = _optimizer(model, job)
+    own = ddp.module if ddp is not None else model
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": job.get("iteration", 7)}
+    if "read" in job:
+        state = _state(own, optimizer, job, loading=True)
+        if scheduler is not None:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        loaded = dist_checkpointing.load(
+            state, job["read"], strict=job.get("strict", "assume_ok_unexpected")
+        )
+        found["iteration"] = loaded["iteration"]
+        found["args"] = len(vars(loaded["args"]))
+        own.load_state_dict(loaded["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+            scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    tokens = torch.tensor(job["tokens"])
+    rank = ps.get_data_parallel_rank()
+    if job.get("train"):
+        batches = torch.tensor(job["train"])
+        found["losses_before"] = _train(ddp, optimizer, scheduler, batches)
+    if "write" in job:
+        state = common | _state(own, optimizer, job)
+        if scheduler is not None:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        if torch.distributed.get_rank() == 0:
+            Path(job["write"]).mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(state, job["write"], content_metadata=job.get("metadata") or None)
+    own.eval()
+    with torch.no_grad():
+        logits = _forward(own, tokens, kind=job.get("kind", "gpt"))
+    own.train()
+    if logits is not None:
+        found["logits"] = logits.numpy()
+    if job.get("then"):
+        found["losses_after"] = _train(ddp, optimizer, scheduler, torch.tensor(job["then"]))
+    if ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0 and rank == 0:
+        np.savez(job["result"], **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,168 @@
+"""Oracle: Megatron-core itself, on CPU, writes what mjax reads and loads what mjax writes.
+
+It needs Megatron-core, which its wheel has for Python 3.12 alone and which runs on CPU where torch
+does (docs/lab/2026-11-28-megatron.md says how to install it). MJAX_MEGATRON_PYTHON names a Python
+that has it; without one these tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.checkpoint.base.source import flat
+from mjax.config import load
+from mjax.interop.megatron.parameters import megatron_source
+from mjax.interop.megatron.run_folder import import_run
+from mjax.interop.megatron.writing import export_torch_dist
+from mjax.models import definition_of
+from mjax.train.trainer import Trainer
+
+PYTHON = os.environ.get("MJAX_MEGATRON_PYTHON")
+JOB = Path(__file__).with_name("megatron_job.py")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="MJAX_MEGATRON_PYTHON names no Python with megatron-core"
+)
+
+VOCAB = 256
+BASE = {
+    "num_layers": 4, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6,
+    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8,
+    "max_position_embeddings": 32, "vocab_size": VOCAB, "padded_vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 64, "position_embedding_type": "rope",
+    "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True, "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "bias_gelu_fusion": False, "num_experts": None,
+    "mtp_num_layers": None, "multi_latent_attention": False, "moe_grouped_gemm": False,
+    "transformer_impl": "local", "moe_token_dispatcher_type": "allgather",
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+}  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "qk_layernorm": True, "rope_type": "rope",
+    "group_query_attention": False,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+MODELS = {
+    "llama": {},
+    "experts": EXPERTS,
+    "sigmoid": EXPERTS | {
+        "moe_shared_expert_intermediate_size": 12, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5,
+    },
+    "latent experts": EXPERTS | {
+        "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True,
+        "moe_latent_size": 16,
+    },
+    "mla": EXPERTS | LATENT | {"moe_shared_expert_intermediate_size": 12},
+    "mla yarn": LATENT | YARN,
+    "mtp": EXPERTS | {"mtp_num_layers": 1},
+    "hybrid": EXPERTS | {
+        "hybrid_layer_pattern": "M*-ME", "is_hybrid_model": True, "num_layers": 5,
+        "moe_layer_freq": 1, "position_embedding_type": "none", "mamba_num_heads": 4,
+        "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2,
+    },
+    "bert": {
+        "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
+        "swiglu": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": False,
+        "group_query_attention": False, "kv_channels": 4, "bert_binary_head": True,
+    },
+}  # fmt: skip
+KINDS = {"hybrid": "hybrid", "bert": "bert"}
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip": 1.0}
+
+
+def run_megatron(folder: Path, name: str, sizes: tuple[int, int, int], **more) -> dict:
+    """The results of Megatron-core with these tp, pp and ep."""
+    folder.mkdir(exist_ok=True)
+    tp, pp, ep = sizes
+    job = {"args": BASE | MODELS[name], "kind": KINDS.get(name, "gpt"), "tp": tp, "pp": pp}
+    job |= {"ep": ep, "result": str(folder / "result.npz"), "tokens": tokens().tolist(), **more}
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [PYTHON, "-W", "ignore", str(JOB), str(folder / "job.json")]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    return dict(np.load(job["result"]))
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (2, 16))
+
+
+def logits(folder: Path) -> np.ndarray:
+    source = megatron_source(folder)
+    source.check()
+    definition = definition_of(source.cfg)
+    leaves = {
+        path: jnp.asarray(source.read(path, (slice(None),) * len(spec.shape)))
+        for path, spec in flat(definition.specs).items()
+    }
+    params = nnx.traversals.unflatten_mapping(leaves)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(definition.bind(params)(jnp.asarray(tokens())))
+
+
+@pytest.mark.parametrize(
+    "name,written,read",
+    [("llama", (2, 2, 1), (1, 1, 1)), ("experts", (1, 1, 2), (1, 2, 1))]
+    + [("sigmoid", (2, 1, 1), (1, 1, 2)), ("latent experts", (1, 1, 1), (1, 1, 1))]
+    + [("mla", (2, 2, 1), (2, 1, 1)), ("mla yarn", (1, 2, 1), (1, 1, 1))]
+    + [("mtp", (1, 2, 1), (1, 1, 1)), ("hybrid", (2, 1, 1), (1, 1, 1))]
+    + [("bert", (2, 1, 1), (1, 1, 1))],
+)
+def test_logits_are_equal_both_ways(tmp_path, name, written, read):
+    theirs = run_megatron(tmp_path / "a", name, written, write=str(tmp_path / "a/c"))["logits"]
+    bound = 1e-5 * np.abs(theirs).max()
+    assert np.abs(logits(tmp_path / "a/c") - theirs).max() < bound
+    export_torch_dist(megatron_source(tmp_path / "a/c"), tmp_path / "out", "float32", "local")
+    back = run_megatron(tmp_path / "b", name, read, read=str(tmp_path / "out/release"))
+    assert np.abs(back["logits"] - theirs).max() < bound
+
+
+@pytest.mark.parametrize("name,distributed,ep", [("llama", False, 1), ("experts", True, 2)])
+def test_the_next_three_steps_are_equal(tmp_path, name, distributed, ep):
+    rng = np.random.default_rng(1)
+    before, after = rng.integers(0, VOCAB, (2, 3, 4, 17))
+    found = run_megatron(
+        tmp_path / "a",
+        name,
+        (1, 1, ep),
+        write=str(tmp_path / "a/c"),
+        optimizer=OPTIMIZER | {"distributed": distributed},
+        metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+        batch=4,
+        train=before.tolist(),
+        then=after.tolist(),
+    )
+    import_run(tmp_path / "a/c", tmp_path / "run")
+    keys = ["schedule.lr=0.01", "schedule.decay=constant", "data.seq_length=16"]
+    cfg = load(tmp_path / "run/config.yaml", keys)
+    with jax.default_matmul_precision("highest"):
+        trainer = Trainer(cfg, devices=jax.devices()[:1])
+        assert trainer.restore() == 7
+        losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
+    np.testing.assert_allclose(losses, found["losses_after"], atol=1e-5, rtol=0)
+
+
+def batch(rows: np.ndarray) -> dict[str, np.ndarray]:
+    rows = rows.astype(np.int32)
+    shape = len(rows), rows.shape[1] - 1
+    return {
+        "tokens": rows[:, :-1],
+        "labels": rows[:, 1:],
+        "loss_mask": np.ones(shape, np.float32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "segment_ids": np.ones(shape, np.int32),
+    }
