@@ -87,7 +87,7 @@ ROOMS = {
     "plan": 1_900,
     "optim": 750,
     "data": 5_150,
-    "checkpoint interop convert": 10_600,
+    "checkpoint interop convert": 11_100,
     "train run": 4_000,
     "post": 850,
     "serve chat": 4_000,
