@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             of_grids[test] += 1
             if of_grids[test] % EVERY != 1:
                 item.add_marker(pytest.mark.slow)
-        if AOT in item.path.parents:
+        if AOT in item.path.parents or item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
     for of_test in cases.values():
         slow_ones = [item for item in of_test if item.get_closest_marker("slow")]

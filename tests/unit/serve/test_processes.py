@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(toy, tmp_path):
 
 def test_options_are_read(monkeypatch):
     monkeypatch.setenv("MJAX_API_KEY", "a,b")
-    found = read_options(["runs/x@best", "--lora-modules", "n=~/p", "--max-model-len", "99"])
+    found = read_options(["./runs/x@best", "--lora-modules", "n=~/p", "--max-model-len", "99"])
     assert found.name == "x@best" and found.api["api_keys"] == ("a", "b")
     assert found.engine["adapters"] == {"n": os.path.expanduser("~/p")}
     assert found.engine["max_loras"] == 1 and found.engine["max_model_len"] == 99
