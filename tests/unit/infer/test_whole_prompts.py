@@ -127,7 +127,7 @@ def test_memory_is_kept_for_the_largest_whole_prompt(kind):
 @slow
 def test_pages_leave_room_for_images(monkeypatch):
     stats = {"bytes_limit": 2**28, "bytes_in_use": 0}
-    monkeypatch.setattr("mjax.infer.programs.memory_of", lambda params: stats)
+    monkeypatch.setattr("mjax.infer.step_runner.memory_of", lambda params: stats)
     model, _, _ = llava()
     options = {"dtype": "float32", "limits": Limits(rows=2, chunk=16, length=192)}
     pages = Engine(*model, **options).programs.sizes.pages
