@@ -115,7 +115,8 @@ ZeRO stages 0 to 3, 1 to 8 micro-batches and the exchange of keys over cp take t
 - replicas: the number of runs at whose end all copies of parameters and moments have equal bits.
 
 {{held}} of {{cells}} runs hold all three. Six devices do not divide the sizes of images and sounds
-in a text, so those rows have 50 runs. `mjax/prove/features.py` lists the keys of each feature.
+in a text, so those rows have 50 runs. Rows of fewer are samples, which `--records` completes.
+`mjax/prove/features.py` lists the keys of each feature.
 
 | feature | runs | gradient | curve | replicas |
 |---|---|---|---|---|

@@ -309,12 +309,6 @@ FEATURES = {
     ],
     # weights of both towers are whole over tp; whole images, not parts of all, go over cp
     "mimo, own mesh": [*MIMO, "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1}}"],
-    # images and a video in windows of two sizes, DeepStack, positions of three axes by turns
-    "qwen-vl": [
-        *QWEN_VL,
-        "model.layer_pattern='vision_2d+mlp,vision_window+mlp,"
-        "patch_merger,full+mlp,deep_merger,full+mlp'",
-    ],
     "sft": ["train.loss_divisor=sequences", "train.neftune_alpha=5.0"],
 }
 ADAPTERS = {
@@ -326,6 +320,12 @@ ADAPTERS = {
 }
 for _name, (_feature, _keys) in ADAPTERS.items():
     FEATURES[_name] = [*FEATURES[_feature], "lora.rank=3", *_keys]
+# Images and a video in windows of two sizes, DeepStack, positions of three axes by turns.
+FEATURES["qwen-vl"] = [
+    *QWEN_VL,
+    "model.layer_pattern='vision_2d+mlp,vision_window+mlp,"
+    "patch_merger,full+mlp,deep_merger,full+mlp'",
+]
 # Whole experts over ep and tp.
 FEATURES["folded experts"] = [*EXPERTS, "mesh.expert_tp=1"]
 FEATURES["folded, with all"] = [
@@ -372,7 +372,6 @@ NAMES = {
     "mimo": "images and sounds in a text",
     "modernbert": "ModernBERT: windows to both sides",
     "llava-onevision": "LLaVA-OneVision: images in tiles",
-    "qwen-vl": "Qwen-VL: packed images and videos, mRoPE, DeepStack",
     "mimo, own mesh": "images and sounds, each tower with a mesh of its own",
     "sft": "fine-tuning: each document counts as one, noise on embeddings",
     "lora": "LoRA on all matrices and tables, with dropout",
@@ -380,6 +379,7 @@ NAMES = {
     "lora, latent attention": "rsLoRA on latent attention",
     "lora, hybrid": "LoRA on Mamba-2, attention and experts",
     "dora": "DoRA",
+    "qwen-vl": "Qwen-VL: packed images and videos, mRoPE, DeepStack",
     "folded experts": "whole experts over ep and tp, with a balance loss",
     "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
 }
