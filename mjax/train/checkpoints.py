@@ -22,7 +22,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.digest import DamagedCheckpoint
-from mjax.checkpoint.base.hub import pinned
+from mjax.checkpoint.base.hub import model_folder, pinned
 from mjax.checkpoint.base.source import Source, arrays
 from mjax.checkpoint.local.folder import claim, local_folder
 from mjax.checkpoint.local.node_store import NodeStore
@@ -186,9 +186,8 @@ class Checkpoints:
             predictions = self.cfg.model.num_nextn_predict_layers
             sources[names.init_from] = source_of(names.init_from, predictions)
         if names.init_audio is not None:
-            sources[names.init_audio] = whisper_source(
-                local_folder(names.init_audio, weights=True), self.cfg.model
-            )
+            folder = model_folder(names.init_audio, weights=True)
+            sources[names.init_audio] = whisper_source(folder, self.cfg.model)
         return sources
 
     def start_params(self) -> tuple[dict, str]:
