@@ -95,7 +95,7 @@ def assert_same(one: Sequence[Request], other: Sequence[Request]) -> None:
             assert mine == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, 0))
+@pytest.mark.parametrize("kind", quick(KINDS))
 def test_tokens_are_those_without_drafts(kind, monkeypatch):
     given = engine(kind)
     plain = served(emptied(given), asks())

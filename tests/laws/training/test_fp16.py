@@ -45,7 +45,7 @@ def gradients(trainer: Trainer) -> tuple:
     return float(loss), float(norm), jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.parametrize("feature, cell", quick(CELLS, 1))
+@pytest.mark.parametrize("feature, cell", quick(CELLS))
 def test_fp16_is_fp32_within_its_rounding(feature, cell):
     sizes = sizes_for(cell.mesh, feature)
     loss, norm, found = gradients(make_trainer(feature, cell, *sizes, *FP16))

@@ -93,8 +93,7 @@ def test_gradients_follow_from_those_of_whole_weights(feature, keys):
             ("latent attention", Cell({"cp": 2, "tp": 4}, 1, 1), ()),
             ("hybrid", Cell({"dp": 2, "tp": 4}, 3, 2), ()),
             ("experts", Cell({"ep": 2, "tp": 4}, 1, 3), ("mesh.expert_tp=1",)),
-        ],
-        2,
+        ]
     ),
 )
 def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):

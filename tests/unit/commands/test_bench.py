@@ -146,6 +146,7 @@ def test_profile_of_a_cpu_has_no_device_and_says_so(capsys):
     assert "no breakdown" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_measures_and_explains(capsys):
     assert train.main([*TINY, "--steps=2", "--warmup=1", "--breakdown"]) == 0
     out, err = capsys.readouterr()

@@ -1,6 +1,7 @@
 """mjax stays small and readable: DESIGN section 1's budgets, counted."""
 
 import ast
+import functools
 import io
 import tokenize
 from collections import defaultdict
@@ -34,6 +35,7 @@ def count(text: str) -> tuple[int, int]:
     return len(tokens), sum(tokens.values())
 
 
+@functools.cache
 def tokens_by_line(text: str) -> dict[int, int]:
     """The tokens that begin on each line with code, by its number.
 

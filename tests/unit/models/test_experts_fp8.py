@@ -16,7 +16,7 @@ from mjax.models.moe.dispatch import make_dispatch
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_down, multiply_up
 from mjax.sharding.collectives import LOCAL
-from tests.marks import slow
+from tests.marks import quick, slow
 
 T, D, F, E, K = 48, 32, 40, 4, 2
 
@@ -101,7 +101,7 @@ def in_one(expert, rows):
     return function
 
 
-@pytest.mark.parametrize("held,bits,sums", [(2, True, True), (E, False, False)])
+@pytest.mark.parametrize("held,bits,sums", quick([(2, True, True), (E, False, False)], 1))
 def test_many_passes_equal_one(held, bits, sums):
     expert = Expert("silu", True)
     given = operands(Delayed(), held, bits)

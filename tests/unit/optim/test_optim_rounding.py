@@ -92,7 +92,6 @@ def alone() -> dict:
     quick(
         [({"dp": 8}, 1), ({"dp": 2, "tp": 2, "cp": 2}, 3), ({"pp": 2, "dp": 3}, 1), ({"tp": 2}, 0)],
         1,
-        2,
     ),
 )
 def test_every_mesh_and_zero_stage_rounds_alike(alone, mesh, zero):

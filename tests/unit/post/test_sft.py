@@ -108,7 +108,7 @@ def exported(monkeypatch, run, out) -> dict:
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("template", quick([CHATML, MARKED], 1))
+@pytest.mark.parametrize("template", quick([CHATML, MARKED]))
 def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
     template, base, tmp_path, monkeypatch, capsys
 ):

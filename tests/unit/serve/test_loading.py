@@ -90,6 +90,7 @@ def wanted(folder: Path, adapters: dict[str, Path]) -> dict[str | None, list[flo
     return {n: o.outputs[0].logprobs for n, o in zip(names, outputs, strict=True)}
 
 
+@slow
 def test_adapters_and_weights_change_while_a_model_is_served(home):
     engine = {**SIZES, "max_loras": 1, "max_lora_rank": 3}
     options = ServeOptions(str(home / "base"), "base", engine=engine, warm_up=False)
