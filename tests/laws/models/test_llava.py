@@ -29,6 +29,7 @@ from mjax.models.towers.modalities import Items, features_of
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
 from tests.generation import made_ids
+from tests.laws.models.frozen_tower import assert_tower_stays
 from tests.marks import exhaustive, quick, slow
 
 LLAVA = [
@@ -93,20 +94,8 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
     "feature", quick(["llava", "llava-onevision"], 1)
 )  # whose newline moves, too
 def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments(feature):
-    freeze = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
     fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"
-    trainer = make_trainer(feature, Cell({"dp": 2}, 1), freeze, *fewer)
-    batch = make_batch(24)
-    batch |= with_items(trainer.cfg, batch)
-    before = jax.device_get(trainer.params())
-    for _ in range(2):
-        trainer.step(batch)
-    after = jax.device_get(trainer.params())
-    for name in ("vision_mlp", "patch_embedding"):
-        jax.tree.map(np.testing.assert_array_equal, before[name], after[name])
-        assert name not in trainer.state["opt"]["mu"]
-    moved = jax.tree.map(lambda a, b: (a != b).any(), before["projector"], after["projector"])
-    assert all(jax.tree.leaves(moved))
+    assert_tower_stays(feature, ("vision_mlp", "patch_embedding"), ("projector",), *fewer)
 
 
 SLOW_PROJECTOR = "optimizer.lr_multipliers={'projector.*': 0.125, matrix: 0.5}"

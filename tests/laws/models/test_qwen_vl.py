@@ -16,9 +16,10 @@ from mjax.data.multimodal.videos import cut_video, sampled_frames
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
 from mjax.models.towers.image_places import Grid, image_places, packed_row, text_places
-from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer, with_items
+from mjax.prove import Cell, compare, deviation, holds
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
+from tests.laws.models.frozen_tower import assert_tower_stays
 from tests.laws.run.test_image_data import BYTES, config, write
 from tests.marks import exhaustive, slow
 
@@ -227,17 +228,5 @@ def test_a_mesh_of_tp_pp_and_cp_equals_one_device():
 
 @exhaustive
 def test_a_frozen_tower_stays_bit_for_bit_and_its_mergers_move():
-    freeze = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
-    trainer = make_trainer("qwen-vl", Cell({"dp": 2}, 1), freeze)
-    batch = make_batch(24)
-    batch |= with_items(trainer.cfg, batch)
-    before = jax.device_get(trainer.params())
-    for _ in range(2):
-        trainer.step(batch)
-    after = jax.device_get(trainer.params())
-    for name in ("vision_mlp", "patch_embedding"):
-        jax.tree.map(np.testing.assert_array_equal, before[name], after[name])
-        assert name not in trainer.state["opt"]["mu"]
-    for name in ("patch_merger", "deep_merger"):
-        moved = jax.tree.map(lambda a, b: (a != b).any(), before[name], after[name])
-        assert all(jax.tree.leaves(moved))
+    moving = "patch_merger", "deep_merger"
+    assert_tower_stays("qwen-vl", ("vision_mlp", "patch_embedding"), moving)
