@@ -116,7 +116,9 @@ def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     ours, theirs = read_side_files(tmp_path / "out"), read_side_files(published)
     config = json.loads(ours.pop("config.json"))
     assert config == json.loads(theirs.pop("config.json"))
-    assert ours == theirs and ours.keys() == {*TRAVELS, *OWN_FILES}
+    card, base_card = ours.pop("README.md"), theirs.pop("README.md")
+    assert b"llama" in card and ours.pop("BASE_README.md") == base_card
+    assert ours == theirs and {"README.md", *ours} == {*TRAVELS, *OWN_FILES}
     assert not any((tmp_path / "out" / name).exists() for name in STAYS)
     tensors = read_header(tmp_path / "out" / "model.safetensors")
     for name, wanted in UNREAD_TENSORS.items():
