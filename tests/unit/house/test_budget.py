@@ -81,20 +81,20 @@ def core_files() -> dict[Path, str]:
 
 # Lines of code of each room when all that is planned is built: docs/design.md, "Budgets".
 ROOMS = {
-    "config": 3_500,
+    "config": 3_900,
     "sharding": 950,
     "kernels": 7_000,
-    "models objectives": 9_900,
+    "models objectives": 10_300,
     "pipeline": 850,
-    "plan": 1_900,
+    "plan": 1_950,
     "optim": 750,
-    "data": 5_150,
-    "checkpoint interop convert": 11_100,
-    "train run": 4_000,
-    "post": 850,
-    "serve chat": 4_000,
-    "infer generate": 3_500,
-    "evaluate export bench report prove cli errors files json_file __init__": 4_350,
+    "data": 6_000,
+    "checkpoint interop convert": 11_800,
+    "train run": 4_700,
+    "post": 2_600,
+    "serve chat": 4_100,
+    "infer generate": 3_900,
+    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 4_800,
 }
 
 
@@ -191,13 +191,13 @@ def test_functions_are_at_most_60_lines():
     assert not long
 
 
-def test_config_has_at_most_350_keys():
+def test_config_has_at_most_400_keys():
     def leaves(group: type[BaseModel]) -> int:
         kinds = [f.annotation for f in group.model_fields.values()]
         nested = [[k for k in (t, *getattr(t, "__args__", ())) if _is_group(k)] for t in kinds]
         return sum(leaves(groups[0]) if groups else 1 for groups in nested)
 
-    assert 100 < leaves(Config) <= 350
+    assert 100 < leaves(Config) <= 400
 
 
 def _is_group(kind: object) -> bool:
