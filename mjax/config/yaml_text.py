@@ -95,6 +95,8 @@ def _construct(text: str, source: str, places: dict[str, str], key: str) -> obje
             for name_node, child in node.value:
                 name = loader.construct_object(name_node)
                 child_key = f"{key}.{name}" if key else str(name)
+                if key and type(name) is int:  # a step
+                    name = str(name)
                 if not isinstance(name, str):
                     raise UserError(f"{where(name_node)}: the key {name!r} must be text; quote it")
                 if name in mapping:

@@ -3,10 +3,15 @@
 At step i the dataset with the largest deficit, weight * max(i, 1) - taken, gives its next sample;
 ties go to the first. Invariant: `blend_indices` equals that loop bit for bit, in double precision.
 Source: Megatron-LM `helpers.cpp` (`build_blending_indices`), `blended_dataset.py`.
+
+Where weights change within a run, the loop starts anew at each change and each dataset goes on with
+its next sample. Datasets then repeat epoch by epoch (`Epochs`), whatever the run's length. So
+invariant: what is drawn up to a step depends on no weights that begin after it.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -90,12 +95,99 @@ def _run_chunks(
     return taken.astype(np.int64)
 
 
-class BlendedDataset:
-    """`size` samples drawn from `datasets` by `weights`; fields and shapes are the datasets'."""
+def scheduled_indices(
+    schedule: Mapping[int, Sequence[float]], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_indices` with weights that change: those of key n hold from sample n on.
 
-    def __init__(self, datasets: Sequence, weights: Sequence[float], size: int):
+    The first key is 0. A weight of 0 leaves a dataset out until the next change.
+    """
+    bounds = [*(min(first, size) for first in schedule), size]
+    drawn = [np.zeros(0, np.int16)]
+    for number, weights in enumerate(schedule.values()):
+        (given,) = np.nonzero(weights)
+        count = bounds[number + 1] - bounds[number]
+        if count == 0:
+            continue
+        positive = normalize([weights[k] for k in given])
+        drawn.append(given[blend_indices(positive, count)[0]].astype(np.int16))
+    dataset = np.concatenate(drawn)
+    sample = np.empty(size, np.int64)
+    for k in np.unique(dataset):
+        (places,) = np.nonzero(dataset == k)
+        sample[places] = np.arange(len(places))
+    return dataset, sample
+
+
+def require_same_past(
+    before: list[float] | Mapping | None, now: list[float] | Mapping | None, step: int
+) -> None:
+    """Raise `UserError` unless two values of data.weights agree on the steps up to `step`.
+
+    Weights that do not change by step may be others from here on, as before: their order is new.
+    """
+    if not isinstance(before, Mapping) and not isinstance(now, Mapping):
+        return
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        raise UserError(
+            "data.weights: only a run that began with weights by step, as in {0: [1, 1]}, goes on "
+            "with such; set them back, or choose another run.dir"
+        )
+    old, new = ({int(k): list(map(float, w)) for k, w in x.items()} for x in (before, now))
+    for first in sorted({*old, *new}):
+        if first < step and old.get(first) != new.get(first):
+            raise UserError(
+                f"data.weights: the entry of step {first} is not what the run was trained with up "
+                f"to step {step} ({old.get(first)}, now {new.get(first)}); set it back and add an "
+                f"entry from {step} on"
+            )
+
+
+class Epochs:
+    """A dataset of one epoch, repeated without end; each epoch after the first in another order."""
+
+    def __init__(self, dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self.max_documents, self.padded = dataset.max_documents, dataset.padded
+        self._order = functools.lru_cache(2)(self._draw)
+
+    def __len__(self) -> int:
+        return np.iinfo(np.int64).max
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, epoch])
+        n = len(self.dataset)
+        return np.arange(n) if epoch == 0 else rng.permutation(n)
+
+    def within(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The samples of the dataset that these are."""
+        epochs, places = np.divmod(np.asarray(indices, np.int64), len(self.dataset))
+        pairs = zip(epochs.tolist(), places.tolist(), strict=True)
+        return np.array([self._order(epoch)[place] for epoch, place in pairs], np.int64)
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        return self.dataset.names(self.within(indices))
+
+    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self.dataset.sizes(self.within(indices))
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        return self.dataset.batch(self.within(indices))
+
+
+class BlendedDataset:
+    """`size` samples drawn from `datasets` by `weights`; fields and shapes are the datasets'.
+
+    weights: a list, or lists by the first sample that each holds for (`scheduled_indices`).
+    """
+
+    def __init__(self, datasets: Sequence, weights: Sequence[float] | Mapping, size: int):
         self.datasets = list(datasets)
-        self.dataset_index, self.dataset_sample_index = blend_indices(normalize(weights), size)
+        if isinstance(weights, Mapping):
+            drawn = scheduled_indices(weights, size)
+        else:
+            drawn = blend_indices(normalize(weights), size)
+        self.dataset_index, self.dataset_sample_index = drawn
         for k, need in enumerate(np.bincount(self.dataset_index, minlength=len(datasets))):
             if need > len(datasets[k]):
                 raise UserError(

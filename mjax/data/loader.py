@@ -14,11 +14,12 @@ import numpy as np
 
 from mjax.config.schema.run import Config, DataConfig
 from mjax.data.base.tokenizer import load_tokenizer, require_vocabulary, word_continuations
-from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
+from mjax.data.blend import SURPLUS, BlendedDataset, Epochs, normalize, sizes_per_dataset
 from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.retro import NeighborDataset
+from mjax.data.corpus.stream import ROWS_HELD, TextStream
 from mjax.data.corpus.text import prepare_text, require_tokenizer
 from mjax.data.global_batches import GlobalBatches
 from mjax.data.mock import MockDataset
@@ -147,6 +148,8 @@ def _build_datasets(
         shape = cfg.model.vocab_size, tokens_to_read(cfg)
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
+    if data.stream:
+        return _text_streams(cfg, num_valid)
     paths, tokenizer_path = data.paths, None
     if _dataset_kind(cfg) == "labelled":
         paths, make = [data.text], _labelled(cfg)
@@ -157,7 +160,26 @@ def _build_datasets(
             paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
         fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
         make = partial(_dataset, cfg, fim)
-    return _blends(make, paths, data.valid_paths, data, (num_train, num_valid))
+    return _blends(make, paths, data.valid_paths, cfg, (num_train, num_valid))
+
+
+def _text_streams(cfg: Config, num_valid: int) -> tuple[Dataset, Dataset | None]:
+    """Rows of a stream of text, and held-out ones."""
+    import jax  # not for those who only read a corpus
+
+    folder = Path(cfg.run.dir) / "stream" / str(jax.process_index())
+
+    def stream(split: str, rows_held: int = ROWS_HELD) -> TextStream:
+        return TextStream(cfg.data, split, cfg.run.seed, folder / split, rows_held)
+
+    train, valid = stream("train"), None
+    require_vocabulary(train.tokenizer.vocab_size, cfg.model, cfg.data.tokenizer)
+    if num_valid and cfg.data.valid_paths:
+        make = partial(_dataset, cfg, None)
+        valid = _blend(make, cfg.data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
+    elif num_valid:
+        valid = stream("valid", num_valid)
+    return train, valid
 
 
 def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
@@ -176,7 +198,7 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
             return PackedTexts(make_texts(path, split, shares, None), size)
 
     others = [] if images.valid_path is None else [images.valid_path]
-    return _blends(make, images.paths, others, cfg.data, (num_train, num_valid))
+    return _blends(make, images.paths, others, cfg, (num_train, num_valid))
 
 
 def _conversation_datasets(
@@ -185,7 +207,7 @@ def _conversation_datasets(
     """The conversations of a run, and held-out ones."""
     data, sizes = cfg.data, (num_train, num_valid)
     make = partial(ConversationDataset, cfg=cfg, tokenizer=load_tokenizer(data.tokenizer))
-    train, valid = _blends(make, data.conversations.paths, data.valid_paths, data, sizes)
+    train, valid = _blends(make, data.conversations.paths, data.valid_paths, cfg, sizes)
     return GlobalBatches(train, cfg), None if valid is None else GlobalBatches(valid, cfg)
 
 
@@ -193,17 +215,32 @@ def _blends(
     make: Callable[..., Dataset],
     paths: list[str],
     valid_paths: list[str],
-    data: DataConfig,
+    cfg: Config,
     sizes: tuple[int, int],
 ) -> tuple[Dataset, Dataset | None]:
     """Training data of `paths`, and held-out data of `valid_paths`, or else of the split."""
-    shares = [1.0, 0.0, 0.0] if valid_paths else data.split
-    train = _blend(make, paths, data.weights, "train", shares, sizes[0])
+    data = cfg.data
+    shares, weights = [1.0, 0.0, 0.0] if valid_paths else data.split, data.weights
+    if isinstance(weights, dict):
+        train = _blend_by_step(make, paths, shares, cfg, sizes[0])
+        weights = weights[0] if all(weights[0]) else None
+    else:
+        train = _blend(make, paths, weights, "train", shares, sizes[0])
     if not sizes[1]:
         return train, None
     if valid_paths:
         return train, _blend(make, valid_paths, None, "valid", [0.0, 1.0, 0.0], sizes[1])
-    return train, _blend(make, paths, data.weights, "valid", shares, sizes[1])
+    return train, _blend(make, paths, weights, "valid", shares, sizes[1])
+
+
+def _blend_by_step(
+    make: Callable[..., Dataset], paths: list[str], shares: list[float], cfg: Config, size: int
+) -> Dataset:
+    """Training data with weights that change: sources repeat epoch by epoch, each for itself."""
+    parts = [Epochs(make(path, "train", shares, None), cfg.run.seed) for path in paths]
+    steps = cfg.data.weights
+    by_sample = {consumed_samples(cfg.train, step): steps[step] for step in steps}
+    return BlendedDataset(parts, by_sample, size)
 
 
 def _labelled(cfg: Config) -> Callable[..., Dataset]:

@@ -32,7 +32,7 @@ def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
         required=True,
         help="files, folders, globs or - (.gz, .zst, .bz2, .xz too)",
     )
-    add("--json-key", default="text", help="key of the text in JSON lines (default: text)")
+    add("--json-key", help="key of the text in JSON lines (text), or column of tables (found)")
     if train:
         add("--vocab-size", type=int, required=True)
         add("--output", type=path_text, required=True, help="the tokenizer.json to write")

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from mjax.config.schema.run import Config
+from mjax.data.blend import require_same_past
+from mjax.data.corpus.stream import TextStream
 from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import Objective
@@ -118,12 +120,29 @@ def from_config(trainer: Trainer, record: dict) -> RunBatches:
     size = cfg.train.global_batch_size
     samples = consumed_samples(cfg.train, final_step(cfg)), held_out_samples(cfg)
     tokenizer = record.get("text_digests", {}).get("tokenizer")
+    past = record.get("config", {}).get("data", {}).get("weights")
+    require_same_past(past if record else cfg.data.weights, cfg.data.weights, trainer.step_number)
     train, held_out = build_datasets(cfg, *samples, tokenizer)
     training = DatasetStream(train, cfg, objective, partial(batch_range, cfg.train))
+    record_at = record_nothing
+    if isinstance(train, TextStream):
+        record_at = position_recorder(train, cfg, record.get("batches", {}))
     if held_out is None:
-        return RunBatches(training)
+        return RunBatches(training, record_at=record_at)
 
     def held_out_range(batch: int) -> tuple[int, int]:
         return batch * size, size
 
-    return RunBatches(training, DatasetStream(held_out, cfg, objective, held_out_range))
+    held_out = DatasetStream(held_out, cfg, objective, held_out_range)
+    return RunBatches(training, held_out, record_at)
+
+
+def position_recorder(stream: TextStream, cfg: Config, record: dict) -> Callable[[int], dict]:
+    """The `record_at` of a stream of text, which goes on from the `record` of a checkpoint."""
+    if "stream" in record:
+        stream.go_on(record["stream"])
+
+    def record_at(step: int) -> dict:
+        return {"stream": stream.record_of(consumed_samples(cfg.train, step))}
+
+    return record_at

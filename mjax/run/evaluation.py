@@ -73,7 +73,7 @@ class HeldOut:
         Only the loss of next tokens on `data.text` is.
         """
         cfg = self.trainer.cfg
-        if cfg.train.objective != NEXT_TOKEN or not cfg.data.text:
+        if cfg.train.objective != NEXT_TOKEN or not cfg.data.text or cfg.data.stream:
             return None
         corpus = prepare_text(cfg.data, cfg.run.dir)
         training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)

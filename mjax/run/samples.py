@@ -75,7 +75,7 @@ def samples_of(trainer: Trainer) -> Samples | None:
         return None
     texts = [texts] if isinstance(texts, str) else texts
     name = cfg.data.tokenizer
-    if cfg.data.text:
+    if cfg.data.text and not cfg.data.stream:
         name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
     tokenizer, template = load_tokenizer(name), _template_of(cfg)
     if template is None:

@@ -13,6 +13,13 @@ def _trained_vocab(c: Config) -> str | None:
     return name.removeprefix("train:") if name.startswith("train:") else None
 
 
+def _lists_of_weights(c: Config) -> list[list[float]]:
+    weights = c.data.weights
+    if weights is None:
+        return []
+    return list(weights.values()) if isinstance(weights, dict) else [weights]
+
+
 @rule(
     "set exactly one of data.paths, data.text, data.conversations.path, data.images.path, data.mock"
 )
@@ -34,14 +41,44 @@ def weights_match_paths(c: Config) -> Iterator[str]:
         key, paths = "data.images.path", c.data.images.paths
     if c.data.conversations.path is not None:
         key, paths = "data.conversations.path", c.data.conversations.paths
-    if c.data.weights is not None and len(c.data.weights) != len(paths):
+    if any(len(weights) != len(paths) for weights in _lists_of_weights(c)):
         yield f"`data.weights` does not have one entry for each of `{key}`"
 
 
 @rule("use numbers of at least 0 that are not all 0")
 def weights_legal(c: Config) -> Iterator[str]:
-    if c.data.weights is not None and not min(c.data.weights) >= 0 < sum(c.data.weights):
+    if any(not min(weights) >= 0 < sum(weights) for weights in _lists_of_weights(c) if weights):
         yield "`data.weights` are not shares"
+
+
+@rule("begin with 0, as in {0: [1, 1], 5000: [1, 3]}, and give steps that grow")
+def weights_begin_at_0(c: Config) -> Iterator[str]:
+    steps = list(c.data.weights) if isinstance(c.data.weights, dict) else [0]
+    if steps[:1] != [0] or steps != sorted(steps):
+        yield "the steps of `data.weights` leave out the start of the run, or are not in order"
+
+
+@rule("set data.text to files, a data set or an address, and data.tokenizer to a file or byte")
+def stream_has_text(c: Config) -> Iterator[str]:
+    if c.data.stream and (c.data.text in (None, "-", "stdlib") or _trained_vocab(c) is not None):
+        yield "`data.stream` needs text that files hold and a tokenizer that is there"
+
+
+@rule("set data.stream=false, which tokenizes `data.text` before the run")
+def stream_is_plain(c: Config) -> Iterator[str]:
+    is_plain = c.train.objective == "next_token" or ":" in c.train.objective
+    whole = c.data.fim_rate or c.data.masked.sentences or c.model.architecture.reads_neighbors
+    if c.data.stream and (whole or not is_plain):
+        yield (
+            "`data.stream` gives rows of plain text, not what `data.fim_rate`, "
+            "`data.masked.sentences`, RETRO or this `train.objective` read"
+        )
+
+
+@rule("give an address such as s3://bucket/run")
+def mirror_is_an_address(c: Config) -> Iterator[str]:
+    if c.checkpoint.mirror is not None and not is_address(c.checkpoint.mirror):
+        yield "`checkpoint.mirror` is no address of an object store"
 
 
 @rule("use numbers of at least 0 that are not all 0")

@@ -27,7 +27,7 @@ def keys_and_values(tree: Mapping, prefix: str = "") -> Iterator[tuple[str, obje
         if isinstance(value, Mapping) and value:
             yield from keys_and_values(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield f"{prefix}{name}", value
 
 
 def shown(value: object) -> str:

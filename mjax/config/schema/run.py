@@ -13,7 +13,7 @@ from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
-from mjax.config.schema.sizes import UpTo20, UpTo24, UpTo28
+from mjax.config.schema.sizes import StepKey, UpTo20, UpTo24, UpTo28
 
 
 class RunConfig(Group):
@@ -173,15 +173,22 @@ class DataConfig(Group):
 
     paths: list[PathText] = []
     """Prefixes of Megatron .bin/.idx pairs."""
-    weights: list[float] | None = None
-    """Blend weights of the source's paths; None: by their counts."""
+    weights: list[float] | dict[StepKey, list[float]] | None = None
+    """Blend weights of the source's paths; None: by their counts. By the step that each list
+    begins after, as {0: [1, 1], 5000: [1, 3]}, they may change (docs/start/data.md).
+    """
     valid_paths: list[PathText] = []
     """Held-out prefixes, or files of conversations; empty: use `split`."""
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
     text: PathText | None = None
-    """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' (Python's own
-    sources). Tokenized once into run.dir/data.
+    """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) or parquet file, a Hugging Face data
+    set, an address (s3://, gs://, hf://datasets/ORG/NAME), or 'stdlib' (Python's own sources).
+    Tokenized once into run.dir/data.
     """
+    text_key: str | None = None
+    """Key of the text in JSON lines, column in tables; None: text, or the only one of strings."""
+    stream: bool = False
+    """Tokenize `text` while the run trains, from files that are fetched one at a time."""
     mock: bool = False
     """Random tokens, for speed tests."""
     tokenizer: PathText | None = None
@@ -384,6 +391,12 @@ class CheckpointConfig(Group):
     local_interval: int | None = Field(None, ge=1)
     """Steps between saves there."""
     resume: Literal["auto", "never", "require"] = "auto"
+    mirror: str | None = None
+    """Address (s3://BUCKET/RUN, gs://BUCKET/RUN) that every save is copied to, and resumed from
+    where run.dir has nothing newer.
+    """
+    hf: bool = False
+    """Also write weights in Hugging Face's format to run.dir/hf/STEP after each save."""
     init_from: PathText | None = None
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
     init_changes: list[InitChange] = []

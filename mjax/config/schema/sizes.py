@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mjax.config.schema.difference import keys_and_values
 from mjax.errors import UserError
@@ -20,6 +20,14 @@ UpTo16 = Annotated[int, Field(le=2**16)]
 UpTo20 = Annotated[int, Field(le=2**20)]
 UpTo24 = Annotated[int, Field(le=2**24)]
 UpTo28 = Annotated[int, Field(le=2**28)]
+
+
+def _step_number(key: object) -> object:
+    """The number that a key is, which JSON writes as text."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+StepKey = Annotated[int, Field(ge=0), BeforeValidator(_step_number)]
 PATTERNS = ("layer_pattern", "pipeline_layout", "remat")
 
 

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mjax.data.base.dataset_files import TABLES, dataset_files
+from mjax.data.base.object_store import local_copy
+from mjax.data.base.tables import table_texts
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json
 
@@ -46,11 +49,16 @@ class Document(NamedTuple):
 
 
 def expand_paths(inputs: Sequence[str]) -> list[str]:
-    """The files that the inputs name, each folder and glob in sorted order; `-` stays."""
+    """The files that the inputs name, each folder and glob in sorted order; `-` stays.
+
+    Addresses and data sets: `dataset_files.py`.
+    """
     files: list[str] = []
     for name in inputs:
         if name == "-" or os.path.isfile(name):
             found = [name]
+        elif (of_dataset := dataset_files(name)) is not None:
+            found = of_dataset
         elif os.path.isdir(name):
             found = _files_in(Path(name))
         else:
@@ -85,26 +93,40 @@ def _endings(path: str | os.PathLike) -> tuple[str, list[str]]:
     return name, found
 
 
-def read_documents(files: Iterable[str], all_lines: bool = False) -> Iterator[Document]:
+def read_documents(
+    files: Iterable[str], all_lines: bool = False, text_key: str | None = None
+) -> Iterator[Document]:
     """Yield every document of the files, in order; with `all_lines` each file is JSON lines.
 
-    Standard input is JSON lines if it starts with a brace. Raises `UserError` on an unreadable
+    Standard input is JSON lines if it starts with a brace. text_key: the column of tables. Objects
+    of stores are copied to a temporary folder, one at a time. Raises `UserError` on an unreadable
     file.
     """
     for path in files:
-        with or_user_error(f"{path}: cannot be read: {{reason}}", READ_ERRORS), _open(path) as f:
-            chunks: Iterable[bytes] = f
-            is_lines = all_lines or is_json_lines(path)
-            if path == "-" and not all_lines:
-                first = [b""]
-                while not _unmarked(first[-1]).strip() and (chunk := f.readline()):
-                    first.append(chunk)
-                chunks = itertools.chain(first, f)
-                is_lines = _unmarked(first[-1]).lstrip().startswith(b"{")
-            if is_lines:
-                yield from _lines(path, chunks)
+        with local_copy(path) as copy:
+            if not all_lines and path.lower().endswith(TABLES):
+                rows = table_texts(path, copy, text_key)
+                yield from (Document(where, text.encode(), False) for where, text in rows)
             else:
-                yield Document(path, b"".join(chunks) if path == "-" else f.read(), False)
+                yield from _documents_of(path, copy, all_lines)
+
+
+def _documents_of(path: str, copy: str, all_lines: bool) -> Iterator[Document]:
+    """Yield the documents of the file `copy`, which messages call `path`."""
+    wrong = f"{path}: cannot be read: {{reason}}"
+    with or_user_error(wrong, READ_ERRORS), _open(copy) as f:
+        chunks: Iterable[bytes] = f
+        is_lines = all_lines or is_json_lines(path)
+        if path == "-" and not all_lines:
+            first = [b""]
+            while not _unmarked(first[-1]).strip() and (chunk := f.readline()):
+                first.append(chunk)
+            chunks = itertools.chain(first, f)
+            is_lines = _unmarked(first[-1]).lstrip().startswith(b"{")
+        if is_lines:
+            yield from _lines(path, chunks)
+        else:
+            yield Document(path, b"".join(chunks) if path == "-" else f.read(), False)
 
 
 def _lines(path: str, chunks: Iterable[bytes]) -> Iterator[Document]:
@@ -144,14 +166,17 @@ def read_text(path: str | os.PathLike) -> str:
         return document_text(Document(name, f.read(), False), "")
 
 
-def document_text(document: Document, json_key: str) -> str:
+def document_text(document: Document, json_key: str | None) -> str:
     """The text of a document; `UserError` names file and line where there is none."""
     if not document.is_json:
         return _decoded(document).removeprefix(MARK)
     row = _parsed_document(document)
-    text = row.get(json_key) if isinstance(row, dict) else None
+    key = json_key or "text"
+    text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{document.where}: no text under {json_key!r}: set --json-key")
+        raise UserError(
+            f"{document.where}: no text under {key!r}: set --json-key, or data.text_key"
+        )
     require_unicode(document.where, text)
     return text
 

@@ -140,12 +140,12 @@ class GPTDataset:
             raise UserError(f"run.seed {seed}: the data order takes a seed from 0 to 2**32 - 1")
         self.dataset = data = IndexedDataset(prefix)
         self.sequences = begin, end = self._sequences(split, split_fractions)
-        if vocab_size is not None:
+        if vocab_size is not None and data.stored is None:
             data.require_ids(data.tokens[:OPENING_CHECK], vocab_size)
         stat = data.idx_path.stat()
         self.key = key = {
             "index": [os.path.abspath(data.idx_path), stat.st_size, stat.st_mtime_ns],
-            "tokens": len(data.tokens),
+            "tokens": data.num_tokens,
             "sequences": [begin, end],
             "seq_length": seq_length,
             "num_samples": num_samples,
@@ -153,7 +153,7 @@ class GPTDataset:
         }
         sequences = np.arange(begin, end, dtype=np.int32)
         indices, files = cached_arrays(
-            cache_dir or f"{prefix}.cache",
+            cache_dir or (data.idx_path.with_suffix("") if data.stored else f"{prefix}.cache"),
             key,
             Indices._fields,
             lambda: build_indices(data.lengths, sequences, seq_length, num_samples, seed),
@@ -166,7 +166,7 @@ class GPTDataset:
         data = self.dataset
         if data.dtype.kind == "f":
             raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REBUILD}")
-        if len(data.tokens) == 0:
+        if data.num_tokens == 0:
             raise UserError(f"{data.bin_path}: the corpus is empty; preprocess some text into it")
         begin, end = split_range(fractions, split, len(data))
         name = split if isinstance(split, str) else SPLITS[split]

@@ -11,10 +11,14 @@ a complete pair or nothing. Source: Megatron-LM `indexed_dataset.py`.
 import os
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from mjax.config.languages.paths import is_address
+from mjax.data.base.object_store import address_of
+from mjax.data.corpus.stored_tokens import StoredTokens, copied_index
 from mjax.errors import UserError, or_user_error
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -59,19 +63,26 @@ class IndexedDataset:
 
     `lengths` int32 [n] in tokens, `offsets` int64 [n] in tokens, `document_indices` int64,
     `tokens` the whole of `.bin`, `dtype` its element type. Opening costs one pass over `.idx`.
+    A prefix in an object store has no `tokens`: samples are read by ranges (`stored_tokens.py`).
     Raises `UserError` where a file is missing, foreign, truncated or at odds with its partner.
     """
 
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = str(prefix)
+        self.stored = None
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        if is_address(prefix):
+            self.stored = StoredTokens(address_of(f"{prefix}.bin"))
+            self.idx_path = copied_index(address_of(f"{prefix}.idx"))
+            self._read_index()
+            return
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise UserError(f"{path}: no such file; a data prefix names PREFIX.bin and .idx")
         self._watch = Watch([self.bin_path])
         try:
             self._read_index()
-            self.tokens = _memmap(self.bin_path, self.dtype)
+            _ = self.tokens
         except OSError as e:
             raise UserError(f"{e.filename or self.idx_path}: cannot be read: {e.strerror}") from e
 
@@ -110,13 +121,23 @@ class IndexedDataset:
         d = self.document_indices
         if len(d) == 0 or d[0] != 0 or d[-1] != len(self) or (np.diff(d) < 0).any():
             raise UserError(f"{self.idx_path}: document bounds are not a partition; {REBUILD}")
-        size = self.bin_path.stat().st_size
+        size = self.stored.object.size if self.stored else self.bin_path.stat().st_size
         if size != held:
             what = "truncated" if size < held else "longer than its index"
             raise UserError(
                 f"{self.bin_path}: {what}: {size} bytes where {self.idx_path.name} says {held}; "
                 f"{REBUILD}"
             )
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        if self.stored is not None:
+            raise UserError(f"{self.prefix}: only samples are read from a store; copy it to a disk")
+        return _memmap(self.bin_path, self.dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
 
     def require_ids(self, ids: np.ndarray, vocab_size: int) -> None:
         """Raise `UserError` for ids outside the vocabulary; free where the dtype holds none."""
@@ -142,9 +163,12 @@ class IndexedDataset:
         They are read, not mapped: a file that is cut or fails while a run reads it is a
         `UserError` here, but a signal that kills the process where it is mapped.
         """
+        width = self.dtype.itemsize
+        if self.stored is not None:
+            return np.frombuffer(self.stored.read(begin * width, size * width), self.dtype)
         self._watch.check()
         tokens = np.empty(size.sum(), self.dtype)
-        raw, width, at = memoryview(tokens.view(np.uint8)), self.dtype.itemsize, 0
+        raw, at = memoryview(tokens.view(np.uint8)), 0
         with or_user_error(
             f"{self.bin_path}: cannot be read: {{reason}}; mend the disk or copy the file"
         ):

@@ -13,12 +13,15 @@ import logging
 import os
 import shutil
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from mjax.config.languages.paths import is_address
 from mjax.config.schema.run import DataConfig
 from mjax.data.base.documents import expand_paths
+from mjax.data.base.object_store import look_at
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mjax.data.corpus.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
@@ -28,7 +31,8 @@ from mjax.json_file import read_json
 log = logging.getLogger(__name__)
 TEXT_VERSION = 1  # raise it when the same settings give other files
 
-Files = tuple[tuple[str, int, int, int], ...]  # names, sizes, times of content and of entry
+# Names, sizes, times of content and of entry; of objects in stores the version and 0.
+Files = tuple[tuple[str, int, int | str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ def prepare_text(
     settings = {"version": TEXT_VERSION, "text": data.text, "tokenizer": data.tokenizer}
     if data.masked.sentences:
         settings["sentences"] = True
+    if data.text_key is not None:
+        settings["text_key"] = data.text_key
     with or_user_error(f"{run_dir}: cannot be written ({{reason}}): set run.dir"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name("data.lock"), "w") as lock:
@@ -127,10 +133,25 @@ def _states_of(text: str) -> Files:
     try:
         names = _text_files(text)
     except UserError:
+        if is_address(text):
+            raise
         return ()
-    with or_user_error(f"data.text {text}: cannot be read: {{reason}}"):
-        states = [(name, os.stat(name)) for name in names]
-    return tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in states)
+    return states_of_files(names)
+
+
+def states_of_files(names: list[str]) -> Files:
+    """Files and objects with their sizes and times. Raises `UserError`."""
+    with ThreadPoolExecutor(16) as pool:
+        return tuple(pool.map(_state_of_file, names))
+
+
+def _state_of_file(name: str) -> tuple[str, int, int | str, int]:
+    if is_address(name):
+        found = look_at(name)
+        return name, found.size, found.version, 0
+    with or_user_error(f"data.text: {name}: cannot be read: {{reason}}"):
+        state = os.stat(name)
+    return name, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _state(files: Files) -> str:
@@ -140,9 +161,12 @@ def _state(files: Files) -> str:
 
 @functools.lru_cache(maxsize=8)  # a run asks several times
 def _digest_of(files: Files) -> str:
-    """Digest of the contents of files, in any order."""
+    """Digest of the contents of files, in any order; of objects in stores that of their state."""
     digests = []
-    for name, *_ in files:
+    for name, *state in files:
+        if is_address(name):
+            digests.append(hashlib.blake2b(repr((name, state)).encode()).digest())
+            continue
         with or_user_error(f"data.text {name}: cannot be read: {{reason}}"), open(name, "rb") as f:
             digests.append(hashlib.file_digest(f, hashlib.blake2b).digest())
     return hashlib.blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()
@@ -151,6 +175,7 @@ def _digest_of(files: Files) -> str:
 def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
     """Make everything in a scratch folder, then give it its name."""
     inputs, name = _text_files(settings["text"]), settings["tokenizer"]
+    key = settings.get("text_key")
     files = _states_of(settings["text"])
     digests = {"text": _digest_of(files)}
     scratch = folder.with_name("data.tmp")
@@ -161,12 +186,12 @@ def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
         if name.startswith("train:"):
             size = int(name.removeprefix("train:"))
             spec = str(scratch / "tokenizer.json")
-            train_tokenizer(read_texts(inputs), size, spec)
+            train_tokenizer(read_texts(inputs, key), size, spec)
         tokenizer = load_tokenizer(spec)
         require_tokenizer(name, tokenizer, trained_with)
         by_sentence = bool(settings.get("sentences"))
         append_eod = tokenizer.eod_id is not None and not by_sentence
-        how = {"append_eod": append_eod, "by_sentence": by_sentence}
+        how = {"append_eod": append_eod, "by_sentence": by_sentence, "json_key": key}
         preprocess(inputs, scratch / "unordered", spec, **how)
         _order_by_content(scratch / "unordered", scratch / "corpus")
         for suffix in (".bin", ".idx"):

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
+from mjax.config.languages.paths import is_address
 from mjax.data.base.documents import (
     COMPRESSED,
     Document,
@@ -58,7 +59,7 @@ def _start_worker(spec: str, workers: int) -> None:
 
 
 def _encode(
-    json_key: str, append_eod: bool, by_sentence: bool, chunk: list[Document]
+    json_key: str | None, append_eod: bool, by_sentence: bool, chunk: list[Document]
 ) -> tuple[EncodedDocuments, int]:
     """One task: (the documents, ids in the file's dtype; raw bytes) of a chunk."""
     tokenizer = _tokenizer
@@ -97,7 +98,7 @@ def preprocess(
     *,
     append_eod: bool = False,
     by_sentence: bool = False,
-    json_key: str = "text",
+    json_key: str | None = None,
     workers: int = 1,
 ) -> Summary:
     """Tokenize `inputs` into `output`.bin and .idx. Shows progress on a terminal's stderr.
@@ -112,13 +113,13 @@ def preprocess(
     if append_eod and loaded.eod_id is None:
         raise UserError(f"{tokenizer}: has no end-of-document token, so --append-eod cannot work")
     files = expand_paths(inputs)
-    known = not any(f == "-" or f.lower().endswith(COMPRESSED) for f in files)
-    total = sum(os.path.getsize(f) for f in files) if known else None
+    unknown = any(f == "-" or is_address(f) or f.lower().endswith(COMPRESSED) for f in files)
+    total = None if unknown else sum(os.path.getsize(f) for f in files)
     began, documents, tokens = time.perf_counter(), 0, 0
     show = TextColumn("{task.fields[rate]:.2f}M tok/s")
     columns = ["tokenize", BarColumn(), TimeElapsedColumn(), show]
     task = partial(_encode, json_key, append_eod, by_sentence)
-    chunks = _chunks_of_documents(read_documents(files))
+    chunks = _chunks_of_documents(read_documents(files, text_key=json_key))
     console = Console(stderr=True)
     with (
         IndexedDatasetWriter(output, token_dtype(loaded.vocab_size)) as writer,
@@ -135,7 +136,7 @@ def preprocess(
     return Summary(documents, tokens, time.perf_counter() - began)
 
 
-def read_texts(inputs: Sequence[str], json_key: str = "text") -> Iterator[str]:
+def read_texts(inputs: Sequence[str], json_key: str | None = None) -> Iterator[str]:
     """The text of every document of the inputs."""
-    for document in read_documents(expand_paths(inputs)):
+    for document in read_documents(expand_paths(inputs), text_key=json_key):
         yield document_text(document, json_key)
