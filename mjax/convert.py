@@ -126,7 +126,7 @@ def _import(args: argparse.Namespace) -> int:
     from mjax.interop.sources import source_of
     from mjax.models import definition_of
 
-    require_files(args.hf or args.megatron)
+    require_files(args.megatron)
     if args.with_optimizer:
         from mjax.interop.megatron.run_folder import import_run
 
@@ -249,7 +249,7 @@ def _config(args: argparse.Namespace) -> int:
     from mjax.interop.sources import source_of
 
     given = args.hf or args.megatron or args.ckpt
-    require_files(given)
+    require_files(args.megatron)
     if args.megatron:
         from mjax.interop.megatron.run_folder import config_of_run
 

@@ -5,8 +5,8 @@
     python -m mjax.checkpoint diff runs/a/checkpoints/500 runs/b    # exits 1 if they differ
     python -m mjax.checkpoint verify runs/a          # reads all files; exits 1 if one is damaged
 
-PATH is a run, a checkpoint folder or one of its steps (of the first two, `show` and `diff` take the
-newest step). Nothing is changed and no device is used.
+PATH is a run, a checkpoint folder, one of its steps, or the address of one of these (of the first
+two, `show` and `diff` take the newest step). Nothing is changed and no device is used.
 """
 
 import argparse
@@ -19,11 +19,13 @@ from rich.filesize import decimal
 
 from mjax.checkpoint.base.companion_files import SIDE_FILES
 from mjax.checkpoint.base.digest import read_digests, require_never_made
+from mjax.checkpoint.base.hub import model_folder
+from mjax.checkpoint.base.mirror import list_mirrored
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import block_shape, blocks
 from mjax.checkpoint.base.steps import checkpoint_folder, is_step, newest_step, steps_in
 from mjax.checkpoint.base.stored import StoredArrays, read_record
-from mjax.config.languages.paths import as_path, require_files
+from mjax.config.languages.paths import as_path, is_address
 from mjax.errors import UserError, program, run_cli
 
 NOTHING = object()  # a value of a key that is not there
@@ -31,8 +33,11 @@ NOTHING = object()  # a value of a key that is not there
 
 def main(argv: list[str] | None = None) -> int:
     args = _checkpoint_arguments(argv)
-    for path in filter(None, (args.path, getattr(args, "other", None))):
-        require_files(path)
+    if args.command == "ls" and is_address(args.path):
+        return list_mirrored(str(args.path))
+    for name in ("path", "other"):
+        if is_address(getattr(args, name, None)):
+            setattr(args, name, model_folder(getattr(args, name)))
     if args.command == "diff":
         return diff(_newest(args.path), _newest(args.other), values=not args.no_values)
     if args.command == "show":

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,8 +35,9 @@ from mjax.checkpoint.base.companion_files import (
 )
 from mjax.checkpoint.base.continuation import require_continuation
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
+from mjax.checkpoint.base.follow_up import FollowUp
 from mjax.checkpoint.base.orbax_messages import plain_reason
-from mjax.checkpoint.base.retention import retention
+from mjax.checkpoint.base.retention import SavedStep, retention
 from mjax.checkpoint.base.steps import HELD_OUT_LOSS, newest_step
 from mjax.config.languages.paths import require_files
 from mjax.config.schema.run import Config
@@ -61,12 +61,6 @@ class SaveFailed(UserError):
     def __init__(self, step: int, cause: BaseException, line: str) -> None:
         super().__init__(line)
         self.step, self.cause = step, cause
-
-
-class _Saved(NamedTuple):
-    """A step on disk, as the policies of retention look at it."""
-
-    step: int
 
 
 class Store:
@@ -100,6 +94,7 @@ class Store:
                 self.directory,
             )
         self.unread: Callable[[], dict[str, bytes]] = dict  # of the weights that a run begins with
+        self.follow_up = FollowUp()
         self._losses: dict[int, float | None] = {}  # by step
         self._current: int | None = None  # the step this process last saved or restored
         self._saving: int | None = None  # the step that is being written
@@ -128,7 +123,7 @@ class Store:
         except OSError as e:
             raise self._failed(step, e) from e
         if step == self._last_failed and self.newest() == self.directory / str(step):
-            self._current = step  # it was complete; what failed was to remove old ones
+            self._current = self._saving = step  # it was complete; what failed came after it
             return
         if latest is not None and step <= latest:
             raise UserError(
@@ -162,6 +157,7 @@ class Store:
     def wait(self) -> None:
         """Return when no save is under way; raises `SaveFailed` if the last one failed."""
         self._end_save()
+        self._end_follow_up(waits=True)
         if self._removal is not None:
             self._removal.join()
 
@@ -174,6 +170,12 @@ class Store:
         except Exception as e:
             raise self._failed(step, e) from e
         self._remove_outdated()
+        if jax.process_index() == 0:
+            self.follow_up.begin(step)
+
+    def _end_follow_up(self, waits: bool) -> None:
+        if (failed := self.follow_up.end(waits)) is not None:
+            raise self._failed(*failed) from failed[1]
 
     def _remove_outdated(self) -> None:
         """Begin to remove the steps that retention has taken away, and remains of failed saves.
@@ -209,6 +211,7 @@ class Store:
         """Raise `SaveFailed` if a save has failed by now; never waits for one under way."""
         if self._saving is not None and not self.is_saving:
             self._end_save()
+        self._end_follow_up(waits=False)
 
     @property
     def is_saving(self) -> bool:
@@ -334,7 +337,7 @@ class Store:
         All processes of the job that holds the folder's lock call it: they read the records of
         steps together. The next save does it, too; this is for when none comes.
         """
-        saved = [_Saved(step) for step in sorted(self._manager.all_steps())]
+        saved = [SavedStep(step) for step in sorted(self._manager.all_steps())]
         stay = self._retention.should_preserve(saved, context=None)
         if jax.process_index() != 0:
             return

@@ -4,8 +4,8 @@ At step i the dataset with the largest deficit, weight * max(i, 1) - taken, give
 ties go to the first. Invariant: `blend_indices` equals that loop bit for bit, in double precision.
 Source: Megatron-LM `helpers.cpp` (`build_blending_indices`), `blended_dataset.py`.
 
-Where weights change within a run, the loop starts anew at each change and each dataset goes on with
-its next sample. Datasets then repeat epoch by epoch (`Epochs`), whatever the run's length. So
+Weights may change within a run. The loop then starts anew and each dataset goes on with its next
+sample. Datasets then repeat epoch by epoch (`Epochs`), whatever the run's length. So
 invariant: what is drawn up to a step depends on no weights that begin after it.
 """
 

@@ -19,7 +19,7 @@ from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.retro import NeighborDataset
-from mjax.data.corpus.stream import ROWS_HELD, TextStream
+from mjax.data.corpus.stream import ROWS_HELD, StreamedText
 from mjax.data.corpus.text import prepare_text, require_tokenizer
 from mjax.data.global_batches import GlobalBatches
 from mjax.data.mock import MockDataset
@@ -169,8 +169,8 @@ def _text_streams(cfg: Config, num_valid: int) -> tuple[Dataset, Dataset | None]
 
     folder = Path(cfg.run.dir) / "stream" / str(jax.process_index())
 
-    def stream(split: str, rows_held: int = ROWS_HELD) -> TextStream:
-        return TextStream(cfg.data, split, cfg.run.seed, folder / split, rows_held)
+    def stream(split: str, rows_held: int = ROWS_HELD) -> StreamedText:
+        return StreamedText(cfg.data, split, cfg.run.seed, folder / split, rows_held)
 
     train, valid = stream("train"), None
     require_vocabulary(train.tokenizer.vocab_size, cfg.model, cfg.data.tokenizer)

@@ -10,7 +10,6 @@ from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_weights
-from mjax.config.languages.paths import require_files
 from mjax.errors import UserError
 from mjax.interop.adapted_source import adapted_source, base_of_run, has_adapters, named_base
 from mjax.interop.coded.scaled import open_weights
@@ -30,7 +29,6 @@ def source_of(path: str | Path, predictions: int | None = None) -> Source:
     prediction layers that are wanted; others of a file are kept aside for an export, where their
     names tell that they are there. Raises `UserError` if it is none we know.
     """
-    require_files(path)
     path = folder_with_weights(path)
     if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
         base = source_of(named_base(path, read_adapter_config(path).base))

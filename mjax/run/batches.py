@@ -12,7 +12,7 @@ from typing import Protocol
 
 from mjax.config.schema.run import Config
 from mjax.data.blend import require_same_past
-from mjax.data.corpus.stream import TextStream
+from mjax.data.corpus.stream import StreamedText
 from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import Objective
@@ -125,7 +125,7 @@ def from_config(trainer: Trainer, record: dict) -> RunBatches:
     train, held_out = build_datasets(cfg, *samples, tokenizer)
     training = DatasetStream(train, cfg, objective, partial(batch_range, cfg.train))
     record_at = record_nothing
-    if isinstance(train, TextStream):
+    if isinstance(train, StreamedText):
         record_at = position_recorder(train, cfg, record.get("batches", {}))
     if held_out is None:
         return RunBatches(training, record_at=record_at)
@@ -137,7 +137,7 @@ def from_config(trainer: Trainer, record: dict) -> RunBatches:
     return RunBatches(training, held_out, record_at)
 
 
-def position_recorder(stream: TextStream, cfg: Config, record: dict) -> Callable[[int], dict]:
+def position_recorder(stream: StreamedText, cfg: Config, record: dict) -> Callable[[int], dict]:
     """The `record_at` of a stream of text, which goes on from the `record` of a checkpoint."""
     if "stream" in record:
         stream.go_on(record["stream"])

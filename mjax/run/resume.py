@@ -13,6 +13,7 @@ SILENT_KEYS = ("run.dir", "log.", "checkpoint.")
 def resume(trainer: Trainer) -> str:
     """Restore the newest checkpoint if checkpoint.resume allows it; returns a line that says so."""
     cfg, store, checkpoints = trainer.cfg, trainer.store, trainer.checkpoints
+    checkpoints.fetch_mirror()
     if cfg.checkpoint.resume != "never":
         if checkpoints.latest_step() is not None:
             step = trainer.restore()

@@ -31,11 +31,13 @@ from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapted_source import read_starting_arrays
 from mjax.interop.adapters_of_run import joined_trees, without_adapters
+from mjax.interop.after_save import follow_up, mirror_of
 from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.sharding.processes.agreement import on_process_0
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.finite import first_nonfinite, nonfinite_counts
@@ -64,7 +66,16 @@ class Checkpoints:
     def store(self) -> Store:
         names = {"keep", "keep_every", "keep_best", "async_save", "digests"}
         options = self.cfg.checkpoint.model_dump(include=names)
-        return Store(Path(self.cfg.run.dir) / "checkpoints", self.cfg, **options)
+        store = Store(Path(self.cfg.run.dir) / "checkpoints", self.cfg, **options)
+        store.follow_up.action = follow_up(self.cfg)
+        return store
+
+    def fetch_mirror(self) -> None:
+        """Copy the newest step of `checkpoint.mirror` to run.dir, where that has none as new."""
+        mirror, starts_over = mirror_of(self.cfg), self.cfg.checkpoint.resume == "never"
+        if mirror is not None:
+            on_process_0(mirror.require_empty if starts_over else mirror.pull)
+            self.store.forget_steps()
 
     @cached_property
     def local(self) -> NodeStore | None:

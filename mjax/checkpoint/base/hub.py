@@ -18,7 +18,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 import mjax
+from mjax.checkpoint.base.mirror import fetched_weights
 from mjax.checkpoint.base.safetensors import INDEX, files_of_index
+from mjax.config.languages.paths import is_address
+from mjax.data.base.object_store import address_of
 from mjax.errors import UserError, first_line, or_user_error
 
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(.+))?")
@@ -57,9 +60,12 @@ def parse_hub_name(text: str) -> HubName | None:
 def model_folder(path: str | Path, weights: bool = False) -> Path:
     """The folder that a path or a model's name on the hub means, fetched if it is not in the cache.
 
-    weights: fetch the weights too, not only what lies beside them. Raises `UserError` for what the
-    hub does not give.
+    An address in an object store means its copy in the cache (`mirror.py`). weights: fetch the
+    weights too, not only what lies beside them. Raises `UserError` for what the hub or the store
+    does not give.
     """
+    if is_address(path):
+        return fetched_weights(address_of(path))
     name = hub_name(path)
     if name is None:
         return Path(path).expanduser()

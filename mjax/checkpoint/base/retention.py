@@ -3,10 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 LossOf = Callable[[int], float | None]  # step -> its held-out loss, or None
+
+
+class SavedStep(NamedTuple):
+    """A step on disk, as these policies look at it."""
+
+    step: int
 
 
 def retention(

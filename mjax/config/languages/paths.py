@@ -1,8 +1,8 @@
 """Paths as users give them, in keys and on command lines, with ~ as the home folder.
 
-Addresses of object stores are none: mjax neither reads nor writes them.
-A run needs what they lack: a lock, an atomic rename, reads of any range of a file. Orbax itself
-writes to them with packages that mjax does not depend on.
+Addresses of object stores are none. Data and weights may have one (`data/base/object_store.py`),
+and the steps of a run a copy there. The run itself needs what stores lack: a lock, an atomic
+rename, writes in place.
 """
 
 import os
@@ -20,6 +20,7 @@ from mjax.errors import UserError
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 NEEDS_FILES = "is in an object store, but checkpoints need a file system (locks, renames, digests)"
 MOUNT_IT = "mount it (gcsfuse, mountpoint-s3) or copy it to a disk, and give that folder"
+MIRROR_IT = "give a folder, and the address as checkpoint.mirror"
 
 
 class _NotAPath(ArgumentTypeError, ValueError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mjax.config.languages.paths import MOUNT_IT, NEEDS_FILES, is_address
+from mjax.config.languages.paths import MIRROR_IT, NEEDS_FILES, is_address
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -153,17 +153,10 @@ def sample_prompt_needs_tokenizer(c: Config) -> Iterator[str]:
         yield "`train.sample_prompt` cannot be read without a tokenizer"
 
 
-@rule(MOUNT_IT)
+@rule(MIRROR_IT)
 def run_dir_is_files(c: Config) -> Iterator[str]:
     if is_address(c.run.dir):
         yield f"`run.dir` {NEEDS_FILES}"
-
-
-@rule(MOUNT_IT)
-def init_from_is_files(c: Config) -> Iterator[str]:
-    for key in ("init_from", "init_audio"):
-        if is_address(getattr(c.checkpoint, key)):
-            yield f"`checkpoint.{key}` {NEEDS_FILES}"
 
 
 @rule("give a folder of this machine's disk or memory")

@@ -19,13 +19,15 @@ from mjax.data.base.object_store import address_of, attempt_often, list_objects,
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json
 
-TABLES = (".parquet", ".arrow")
-_TEXTS = re.compile(r"\.(parquet|arrow|jsonl|json|ndjson|jsonlines|txt)(\.(gz|zst|bz2|xz))*$", re.I)
+TABLE_ENDINGS = (".parquet", ".arrow")
+_TEXT_FILES = re.compile(
+    r"\.(parquet|arrow|jsonl|json|ndjson|jsonlines|txt)(\.(gz|zst|bz2|xz))*$", re.I
+)
 _PLACE = re.compile(r"((?:\w+://?)?[^:]*)(?::([\w.-]+))?(?::([\w.-]+))?")
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 _DESCRIPTIONS = "state.json", "dataset_dict.json", "dataset_infos.json", "dataset_info.json"
 # Words of splits in names of files, as `datasets` knows them.
-_WORDS = {
+_SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -69,7 +71,7 @@ def _is_dataset(folder: Path) -> bool:
     if any((folder / name).is_file() for name in _DESCRIPTIONS):
         return True
     card = folder / "README.md"
-    return card.is_file() and "configs" in _card(card.read_bytes(), str(card))
+    return card.is_file() and "configs" in _card_of(card.read_bytes(), str(card))
 
 
 def _files_of_address(address: str, config: str | None, split: str | None) -> list[str]:
@@ -82,7 +84,7 @@ def _files_of_address(address: str, config: str | None, split: str | None) -> li
     if found == [address] or (address != root and "*" in address):
         return found
     names = [file.removeprefix(f"{root}/") for file in found]
-    if not any(map(_TEXTS.search, names)):
+    if not any(map(_TEXT_FILES.search, names)):
         raise UserError(f"{address}: no file of text there (parquet, arrow, JSON lines, .txt)")
     if not (split or address.startswith("hf:") or {*names} & {*_DESCRIPTIONS}):
         return [file for file in found if not PurePosixPath(file).name.startswith((".", "_"))]
@@ -119,12 +121,12 @@ def files_of_split(
         inner = files_of_split(kept, lambda name: read(f"{split}/{name}"), None, split, where)
         return [f"{split}/{name}" for name in inner]
     if "state.json" in names:
-        return _saved_files(parse_json(read("state.json")), where)
-    texts = [name for name in names if _TEXTS.search(name) and name not in _DESCRIPTIONS]
-    card = _card(read("README.md"), where) if "README.md" in names else {}
-    patterns = _declared(card, config, split, where)
+        return _files_saved(parse_json(read("state.json")), where)
+    texts = [name for name in names if _TEXT_FILES.search(name) and name not in _DESCRIPTIONS]
+    card = _card_of(read("README.md"), where) if "README.md" in names else {}
+    patterns = _declared_globs(card, config, split, where)
     if patterns is None:
-        found = _named(texts, split)
+        found = _files_named(texts, split)
     else:
         found = [name for name in texts if any(fnmatch(name, p) for p in patterns)]
     if not found:
@@ -132,7 +134,7 @@ def files_of_split(
     return found
 
 
-def _saved_files(state: dict, where: str) -> list[str]:
+def _files_saved(state: dict, where: str) -> list[str]:
     wrong = f"{where}: state.json is not of save_to_disk ({{reason}}); save it again"
     with or_user_error(wrong, (LookupError, TypeError)):
         if state.get("_indices_files"):
@@ -140,7 +142,7 @@ def _saved_files(state: dict, where: str) -> list[str]:
         return [entry["filename"] for entry in state["_data_files"]]
 
 
-def _card(content: bytes, where: str) -> dict:
+def _card_of(content: bytes, where: str) -> dict:
     """The YAML on top of a data set's README.md."""
     text = content.decode(errors="replace")
     if not text.startswith("---"):
@@ -150,7 +152,7 @@ def _card(content: bytes, where: str) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _declared(card: dict, config: str | None, split: str, where: str) -> list[str] | None:
+def _declared_globs(card: dict, config: str | None, split: str, where: str) -> list[str] | None:
     """Globs of the files of a split, as a card says; None if it says nothing."""
     configs = {entry.get("config_name", "default"): entry for entry in card.get("configs") or []}
     if config is None and configs:
@@ -173,14 +175,15 @@ def _declared(card: dict, config: str | None, split: str, where: str) -> list[st
     return None if said is None else [path for some in flat for path in some]
 
 
-def _named(names: list[str], split: str) -> list[str]:
+def _files_named(names: list[str], split: str) -> list[str]:
     """The files of a split by words in their names; without any such word all are of train."""
 
     def says(name: str, words: tuple[str, ...]) -> bool:
         return bool(re.search(rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)", name.lower()))
 
-    found = [name for name in names if says(name, _WORDS.get(split, (re.escape(split),)))]
+    wanted = _SPLIT_WORDS.get(split, (re.escape(split),))
+    found = [name for name in names if says(name, wanted)]
     if found or split != "train":
         return found
-    every = tuple(word for words in _WORDS.values() for word in words)
+    every = tuple(word for words in _SPLIT_WORDS.values() for word in words)
     return [name for name in names if not says(name, every)]

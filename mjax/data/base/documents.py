@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mjax.data.base.dataset_files import TABLES, dataset_files
+from mjax.data.base.dataset_files import TABLE_ENDINGS, dataset_files
 from mjax.data.base.object_store import local_copy
 from mjax.data.base.tables import table_texts
 from mjax.errors import UserError, or_user_error
@@ -104,7 +104,7 @@ def read_documents(
     """
     for path in files:
         with local_copy(path) as copy:
-            if not all_lines and path.lower().endswith(TABLES):
+            if not all_lines and path.lower().endswith(TABLE_ENDINGS):
                 rows = table_texts(path, copy, text_key)
                 yield from (Document(where, text.encode(), False) for where, text in rows)
             else:

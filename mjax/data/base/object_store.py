@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 TRIES = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # seconds
-PART = 2**23  # bytes of one request
+REQUEST_BYTES = 2**23  # bytes of one request
 PARTS_AT_ONCE = 4
-PATIENCE = 120.0  # seconds that one request may take, however slowly it goes on
+LONGEST_REQUEST = 120.0  # seconds that one request may take, however slowly it goes on
 
 # Protocols with the extra of mjax that reads them, and what gives permission. memory: for tests.
 EXTRAS = {"s3": "s3", "gs": "gcs", "hf": "hub", "memory": "hub"}
@@ -89,10 +89,10 @@ def attempt_often(address: str, function: Callable, *given: object, **named: obj
                 raise UserError(f"{address}: {_what_is_wrong(address, e)}") from e
             if number == TRIES:
                 raise UserError(
-                    f"{address}: {_words(e)}, {TRIES} times in a row; start again when the store "
+                    f"{address}: {_words_of(e)}, {TRIES} times in a row; start again when the store "
                     "answers"
                 ) from e
-            log.info("%s: %s; trying again in %g s", address, _words(e), pause)
+            log.info("%s: %s; trying again in %g s", address, _words_of(e), pause)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError
@@ -123,10 +123,10 @@ def _what_is_wrong(address: str, error: Exception) -> str:
     if isinstance(error, _MISSING) or _status(error) == 404:
         return "the store has no such bucket, folder or object; check the address"
     login = LOGINS.get(address.partition(":")[0], "credentials")
-    return f"the store refuses it ({_words(error)}); set {login}, of one who may"
+    return f"the store refuses it ({_words_of(error)}); set {login}, of one who may"
 
 
-def _words(error: Exception) -> str:
+def _words_of(error: Exception) -> str:
     return reason(error).rstrip(".")[:200]
 
 
@@ -134,28 +134,35 @@ def look_at(address: str) -> StoredObject:
     """The object at an address as it is now."""
     fs = file_system(address.partition(":")[0])
     named = {"refresh": True} if address.startswith("hf:") else {}
-    return _object(address, attempt_often(address, fs.info, address, **named))
+    return _stored_object(address, attempt_often(address, fs.info, address, **named))
 
 
-def _object(address: str, info: dict) -> StoredObject:
+def _stored_object(address: str, info: dict) -> StoredObject:
     keys = "ETag", "etag", "generation", "blob_id", "LastModified", "mtime", "created"
     version = next((info[key] for key in keys if info.get(key)), "")
+    if hasattr(version, "timestamp"):
+        version = version.timestamp()
     return StoredObject(address, int(info["size"] or 0), str(version))
 
 
 def list_objects(address: str) -> list[StoredObject]:
     """The objects that an address names, in sorted order: itself, those below it or of its glob."""
     fs = file_system(address.partition(":")[0])
-    find = fs.glob if any(sign in address for sign in "*?[") else fs.find
+    is_glob = any(sign in address for sign in "*?[")
+    find = fs.glob if is_glob else fs.find
     found = attempt_often(address, find, address, detail=True)
-    named = {address_of(fs.unstrip_protocol(name)): info for name, info in found.items()}
-    return [_object(name, named[name]) for name in sorted(named) if named[name]["type"] == "file"]
+    files = []
+    for name, info in found.items():
+        if info["type"] == "file":
+            full = address_of(fs.unstrip_protocol(name))
+            files.append(_stored_object(full, info))
+    return sorted(files, key=lambda file: file.address)
 
 
 def read_range(found: StoredObject, begin: int, size: int) -> bytes:
     """Bytes [begin, begin + size) of an object."""
     fs = file_system(found.address.partition(":")[0])
-    named = {"timeout": PATIENCE} if getattr(fs, "async_impl", False) else {}
+    named = {"timeout": LONGEST_REQUEST} if getattr(fs, "async_impl", False) else {}
 
     def read() -> bytes:
         content = fs.cat_file(found.address, start=begin, end=begin + size, **named)
@@ -181,14 +188,14 @@ def fetch(found: StoredObject, path: Path) -> Path:
     """Copy an object to `path`, which appears when it is whole."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     wrong = f"{path}: cannot be written: {{reason}}; free space or choose another folder"
-    starts = list(range(0, found.size, PART))
+    starts = list(range(0, found.size, REQUEST_BYTES))
     with or_user_error(wrong), ThreadPoolExecutor(PARTS_AT_ONCE) as pool:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(part, "wb") as file:
                 for first in range(0, len(starts), PARTS_AT_ONCE):
                     some = starts[first : first + PARTS_AT_ONCE]
-                    sizes = [min(PART, found.size - begin) for begin in some]
+                    sizes = [min(REQUEST_BYTES, found.size - begin) for begin in some]
                     file.writelines(pool.map(functools.partial(read_range, found), some, sizes))
             require_unchanged(found)
             os.replace(part, path)
@@ -197,7 +204,7 @@ def fetch(found: StoredObject, path: Path) -> Path:
     return path
 
 
-def send(path: Path, address: str) -> None:
+def send_file(path: Path, address: str) -> None:
     """Copy a file to an address. Stores show an object when it is whole."""
     fs = file_system(address.partition(":")[0])
 

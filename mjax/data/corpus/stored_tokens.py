@@ -43,14 +43,17 @@ class StoredTokens:
 
 def _spans_of(begin: np.ndarray, size: np.ndarray) -> tuple[list[tuple[int, int]], list[int]]:
     """((first byte, count) of requests, the request of each piece): near pieces share one."""
-    spans: list[list[int]] = []
+    firsts, ends = [], []
     of_piece = [0] * len(begin)
+    stop = begin + size
     for piece in np.argsort(begin, kind="stable").tolist():
-        start, end = int(begin[piece]), int(begin[piece] + size[piece])
-        if not spans or start > spans[-1][1] + NEAR:
-            spans.append([start, end])
-        spans[-1][1] = max(spans[-1][1], end)
-        of_piece[piece] = len(spans) - 1
+        start, end = int(begin[piece]), int(stop[piece])
+        if not ends or start > ends[-1] + NEAR:
+            firsts.append(start)
+            ends.append(end)
+        ends[-1] = max(ends[-1], end)
+        of_piece[piece] = len(ends) - 1
+    spans = zip(firsts, ends, strict=True)
     return [(first, end - first) for first, end in spans], of_piece
 
 

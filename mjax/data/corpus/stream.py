@@ -36,7 +36,7 @@ POSITIONS_HELD = 4096
 
 
 class Position(NamedTuple):
-    """Where a row begins: token `token` of a window of a file (a number in the epoch's order)."""
+    """The place where a row begins: token `token` of a window of a file (a number in the epoch's order)."""
 
     epoch: int = 0
     file: int = 0
@@ -52,7 +52,7 @@ class Window(NamedTuple):
     begins: np.ndarray
 
 
-class TextStream:
+class StreamedText:
     """Rows of the text of a split, as many as are asked for; the interface of `Dataset`.
 
     Rows that are asked for in order are read once. Going back reads again from the last position
@@ -113,7 +113,7 @@ class TextStream:
         }
 
     def record_of(self, row: int) -> dict:
-        """What a checkpoint keeps: the last known position at or before a row, as JSON."""
+        """Returns what a checkpoint keeps, the last known position at or before a row, as JSON."""
         with self._lock:
             known = max(number for number in self._positions if number <= row)
             return {"row": known, "position": list(self._positions[known]), "files": self.digest}
@@ -143,9 +143,9 @@ class TextStream:
                 self._iterator = None  # what raised has ended
                 raise
             if self._next % ROWS_APART == 0:
-                _keep(self._positions, self._next, position, POSITIONS_HELD)
+                _keep_newest(self._positions, self._next, position, POSITIONS_HELD)
                 self._positions[0] = Position()
-            _keep(self._rows, self._next, (tokens, begins), self.rows_held)
+            _keep_newest(self._rows, self._next, (tokens, begins), self.rows_held)
             self._next += 1
         return self._rows[number]
 
@@ -167,7 +167,7 @@ class TextStream:
                     tokens = np.concatenate([window.tokens[: s + 1] for window in held])[: s + 1]
                     begins = np.concatenate([window.begins[: s + 1] for window in held])[: s + 1]
                     yield Window(held[0].position, tokens, begins)
-                    held = _after(held, s)
+                    held = _without_first(held, s)
             finally:
                 coming.cancel()
 
@@ -183,22 +183,23 @@ class TextStream:
                 raise UserError(f"data.text {self.text}: no text in the split of data.split")
             window = Window(position, ids, begins)
             token = start.token if position == start._replace(token=0) else 0
-            yield from _after([window], token)
+            yield from _without_first([window], token)
 
     def _texts(self, start: Position) -> Iterator[tuple[Position, list[str]]]:
         """Yield windows of documents with their positions, in the order that an epoch draws."""
         for epoch in itertools.count(start.epoch):
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
+            names = [self.files[i] for i in order]
             first = start.file if epoch == start.epoch else 0
-            copies = self._copies([self.files[i] for i in order[first:]])
-            for file, (name, copy) in enumerate(copies, first):
+            for file, copy in enumerate(self._copies(names[first:]), first):
                 is_first = (epoch, file) == (start.epoch, start.file)
                 skipped = start.window if is_first else 0
-                windows = itertools.islice(enumerate(self._documents(name, copy)), skipped, None)
-                for window, texts in windows:
+                for window, texts in enumerate(self._documents(names[file], copy)):
+                    if window < skipped:
+                        continue
                     rng = np.random.default_rng([self.seed, epoch, file, window])
-                    place = Position(epoch, file, window)
-                    yield place, [texts[i] for i in rng.permutation(len(texts))]
+                    order = rng.permutation(len(texts))
+                    yield Position(epoch, file, window), [texts[i] for i in order]
 
     def _documents(self, name: str, copy: str) -> Iterator[list[str]]:
         """Yield the texts of a file in windows. A window's bytes count all splits."""
@@ -218,8 +219,8 @@ class TextStream:
         low, high = self.share
         return low <= int.from_bytes(digest) / 2**64 < high
 
-    def _copies(self, names: list[str]) -> Iterator[tuple[str, str]]:
-        """Yield names with files on disk; the next object is copied while one is read."""
+    def _copies(self, names: list[str]) -> Iterator[str]:
+        """Yield each as a file on disk; the next object is copied while one is read."""
         with ThreadPoolExecutor(1) as pool:
             coming: Future = pool.submit(self._copy, names[0], 0)
             for number, name in enumerate(names, 1):
@@ -227,7 +228,7 @@ class TextStream:
                 if number < len(names):
                     coming = pool.submit(self._copy, names[number], number)
                 try:
-                    yield name, copy
+                    yield copy
                 finally:
                     if copy != name:
                         Path(copy).unlink(missing_ok=True)
@@ -238,7 +239,7 @@ class TextStream:
         return str(fetch(look_at(name), self.folder / f"{number}-{name.rpartition('/')[2]}"))
 
 
-def _keep(entries: OrderedDict, key: int, value: object, most: int) -> None:
+def _keep_newest(entries: OrderedDict, key: int, value: object, most: int) -> None:
     """Add an entry as the newest of at most so many."""
     entries[key] = value
     entries.move_to_end(key)
@@ -246,7 +247,7 @@ def _keep(entries: OrderedDict, key: int, value: object, most: int) -> None:
         entries.popitem(last=False)
 
 
-def _after(windows: list[Window], count: int) -> list[Window]:
+def _without_first(windows: list[Window], count: int) -> list[Window]:
     """The windows without their first `count` tokens; none is empty."""
     left = []
     for position, tokens, begins in windows:

@@ -12,6 +12,7 @@ from mjax.config.load import add_config_arguments, config_from_args
 from mjax.config.schema.keys import nested, value_of
 from mjax.config.schema.run import Config
 from mjax.convert import main as convert
+from mjax.data.base.object_store import file_system
 from mjax.data.preprocess import main as preprocess
 from mjax.errors import UserError, run_cli
 from mjax.evaluate.__main__ import main as evaluate
@@ -22,13 +23,15 @@ from mjax.train.__main__ import main as train
 GS, S3 = "gs://bucket/run", "s3://bucket/run"
 COMMANDS = [
     (train, [f"run.dir={GS}", "data.mock=true"]),
+    (convert, ["import", "--megatron", S3, "--out", "made"]),
+]
+READERS = [
     (train, [f"checkpoint.init_from={S3}", "data.mock=true"]),
     (generate, ["--ckpt", GS, "--prompt", "a"]),
-    (evaluate, ["perplexity", "--ckpt", S3, "--file", "text"]),
+    (evaluate, ["perplexity", "--ckpt", S3, "--file", __file__]),
     (export, ["--ckpt", GS, "--out", "made"]),
     (convert, ["config", "--hf", S3]),
     (convert, ["import", "--hf", GS, "--out", "made"]),
-    (convert, ["import", "--megatron", S3, "--out", "made"]),
     (convert, ["export", "--ckpt", GS, "--hf", "made"]),
     (inspector, ["ls", GS]),
     (inspector, ["diff", "made", S3]),
@@ -43,11 +46,24 @@ def test_an_object_store_is_refused_in_one_line(main, arguments, tmp_path, monke
     with pytest.raises(SystemExit) as end:
         run_cli(main)
     (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and "object store" in line and "mount it" in line
+    assert end.value.code == 2 and "object store" in line
+    assert "mount it" in line or "checkpoint.mirror" in line
     assert any(
         bucket in line.replace("s:/b", "s://b").replace("3:/b", "3://b") for bucket in (GS, S3)
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize("main, arguments", READERS)
+def test_a_store_whose_package_is_missing_is_one_line(main, arguments, monkeypatch, capsys):
+    for package in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    file_system.cache_clear()
+    monkeypatch.setattr(sys, "argv", ["mjax", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_cli(main)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "needs another package: pip install 'mjax[" in line
 
 
 @pytest.mark.parametrize("path", [GS, S3, "gs:/bucket", "https://host/x", "abfs+x://y"])

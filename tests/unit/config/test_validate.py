@@ -60,6 +60,7 @@ SOUNDS = (
     "num_attention_heads: 2, audio_token_id: 9}"
 )
 BOTH = ["model.num_hidden_layers=5", "model.layer_pattern='V,[P],S,[Q],G'", SOUNDS]
+STREAMED = ["data.mock=false", "data.text=a", "data.stream=true", "data.tokenizer=byte"]
 CONVERSATIONS = ["data.mock=false", "data.conversations.path=a.jsonl", "data.tokenizer=byte"]
 BROKEN = {
     "tp_overlap_doubles": (
@@ -429,6 +430,13 @@ BROKEN = {
         ["data.mock=false", "data.paths=[a, b]", "data.weights=[1.0, -1.0]"],
         "data.weights=[1.0, -1.0]",
     ),
+    "weights_begin_at_0": (
+        ["data.mock=false", "data.paths=[a, b]", "data.weights={5: [1, 1]}"],
+        "leave out the start of the run",
+    ),
+    "stream_has_text": (["data.stream=true"], "needs text that files hold"),
+    "stream_is_plain": ([*STREAMED, "data.fim_rate=0.5"], "gives rows of plain text"),
+    "mirror_is_an_address": (["checkpoint.mirror=runs/a"], "is no address of an object store"),
     "split_legal": (["data.split=[0, 0, 0]"], "data.split=[0.0, 0.0, 0.0]"),
     "held_out_data": (
         ["data.mock=false", "data.paths=[a]", "data.split=[1, 0, 0]", "train.eval_interval=5"],
@@ -461,10 +469,6 @@ BROKEN = {
     "eod_in_vocab": (["data.eod_token_id=256"], "data.eod_token_id=256"),
     "sample_prompt_needs_tokenizer": (["train.sample_prompt=hello"], "set data.tokenizer"),
     "run_dir_is_files": (["run.dir=gs://bucket/run"], "run.dir='gs://bucket/run' is in an object"),
-    "init_from_is_files": (
-        ["checkpoint.init_from=s3://bucket/x"],
-        "init_from='s3://bucket/x' is in",
-    ),
     "local_dir_is_files": (
         ["checkpoint.local_dir=gs://b/x", "checkpoint.local_interval=5"],
         "local_dir='gs://b/x' is in an object",

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from mjax.config import load
 from mjax.data.base import object_store
 from mjax.data.corpus import stream as stream_module
-from mjax.data.corpus.stream import TextStream
+from mjax.data.corpus.stream import StreamedText
 from mjax.errors import UserError
 
 S = 8
@@ -50,7 +50,7 @@ def stream(tmp_path, text, *keys, split="train", **more):
     given += ["data.stream=true", "data.tokenizer=byte", "model.vocab_size=300"]
     given += ["data.mock=false", "data.split=[1,0,0]"]
     cfg = load(None, [*given, *keys])
-    return TextStream(cfg.data, split, cfg.run.seed, tmp_path / "copies", **more)
+    return StreamedText(cfg.data, split, cfg.run.seed, tmp_path / "copies", **more)
 
 
 def documents(rows):
