@@ -89,8 +89,8 @@ def attempt_often(address: str, function: Callable, *given: object, **named: obj
                 raise UserError(f"{address}: {_what_is_wrong(address, e)}") from e
             if number == TRIES:
                 raise UserError(
-                    f"{address}: {_words_of(e)}, {TRIES} times in a row; start again when the store "
-                    "answers"
+                    f"{address}: {_words_of(e)}, {TRIES} times in a row; start again when the "
+                    "store answers"
                 ) from e
             log.info("%s: %s; trying again in %g s", address, _words_of(e), pause)
             time.sleep(pause)
@@ -106,8 +106,9 @@ def _is_final(error: Exception) -> bool:
 
 
 def _lacks_login(error: Exception) -> bool:
-    names = type(error).__name__, str(error)
-    return any("redential" in name or "ExpiredToken" in name for name in names)
+    """Whether an error without a code says that one may not."""
+    said = f"{type(error).__name__} {error}"
+    return any(word in said for word in ("redential", "ExpiredToken", "Forbidden"))
 
 
 def _status(error: Exception) -> int | None:

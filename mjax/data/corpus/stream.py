@@ -36,7 +36,7 @@ POSITIONS_HELD = 4096
 
 
 class Position(NamedTuple):
-    """The place where a row begins: token `token` of a window of a file (a number in the epoch's order)."""
+    """The place where a row begins: a token of a window of a file, in the order of an epoch."""
 
     epoch: int = 0
     file: int = 0
