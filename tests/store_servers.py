@@ -20,7 +20,7 @@ def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server in threads of this process; its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -165,20 +165,13 @@ def _build_datasets(
 
 def _text_streams(cfg: Config, num_valid: int) -> tuple[Dataset, Dataset | None]:
     """Rows of a stream of text, and held-out ones."""
-    import jax  # not for those who only read a corpus
-
-    folder = Path(cfg.run.dir) / "stream" / str(jax.process_index())
-
-    def stream(split: str, rows_held: int = ROWS_HELD) -> StreamedText:
-        return StreamedText(cfg.data, split, cfg.run.seed, folder / split, rows_held)
-
-    train, valid = stream("train"), None
+    train, valid = StreamedText(cfg.data, "train", cfg.run.seed), None
     require_vocabulary(train.tokenizer.vocab_size, cfg.model, cfg.data.tokenizer)
     if num_valid and cfg.data.valid_paths:
         make = partial(_dataset, cfg, None)
         valid = _blend(make, cfg.data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
     elif num_valid:
-        valid = stream("valid", num_valid)
+        valid = StreamedText(cfg.data, "valid", cfg.run.seed, max(num_valid, ROWS_HELD))
     return train, valid
 
 

@@ -104,11 +104,18 @@ def read_documents(
     """
     for path in files:
         with local_copy(path) as copy:
-            if not all_lines and path.lower().endswith(TABLE_ENDINGS):
-                rows = table_texts(path, copy, text_key)
-                yield from (Document(where, text.encode(), False) for where, text in rows)
-            else:
-                yield from _documents_of(path, copy, all_lines)
+            yield from documents_of_copy(path, copy, all_lines, text_key)
+
+
+def documents_of_copy(
+    path: str, copy: str, all_lines: bool = False, text_key: str | None = None
+) -> Iterator[Document]:
+    """`read_documents` of the file `copy`, which messages call `path`."""
+    if not all_lines and path.lower().endswith(TABLE_ENDINGS):
+        rows = table_texts(path, copy, text_key)
+        yield from (Document(where, text.encode(), False) for where, text in rows)
+    else:
+        yield from _documents_of(path, copy, all_lines)
 
 
 def _documents_of(path: str, copy: str, all_lines: bool) -> Iterator[Document]:

@@ -10,7 +10,7 @@ held out by a hash of their text, so copies are on one side.
 
 import hashlib
 import itertools
-import shutil
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ import numpy as np
 
 from mjax.config.languages.paths import is_address
 from mjax.config.schema.run import DataConfig
-from mjax.data.base.documents import document_text, expand_paths, read_documents
+from mjax.data.base.documents import document_text, documents_of_copy, expand_paths
 from mjax.data.base.object_store import fetch, look_at
 from mjax.data.base.tokenizer import encode_documents, load_tokenizer
 from mjax.data.corpus.gpt import SPLITS, FieldArrays
@@ -56,22 +56,20 @@ class StreamedText:
     """Rows of the text of a split, as many as are asked for; the interface of `Dataset`.
 
     Rows that are asked for in order are read once. Going back reads again from the last position
-    that is known. folder: for copies of objects, of this process alone. rows_held: rows that are
-    kept, for evaluations that ask for the same ones.
+    that is known. Objects are copied to a temporary folder (TMPDIR), two at most. rows_held: rows
+    that are kept, for evaluations that ask for the same ones.
     """
 
     padded = False
 
-    def __init__(
-        self, data: DataConfig, split: str, seed: int, folder: Path, rows_held: int = ROWS_HELD
-    ):
+    def __init__(self, data: DataConfig, split: str, seed: int, rows_held: int = ROWS_HELD):
         self.rows_held = rows_held
-        self.text, self.key, self.seed, self.folder = data.text, data.text_key, seed, folder
+        self.text, self.key, self.seed = data.text, data.text_key, seed
         self.files = expand_paths([data.text])
         states = repr(states_of_files(self.files))
         self.digest = hashlib.blake2b(states.encode(), digest_size=16).hexdigest()
         self.tokenizer = load_tokenizer(data.tokenizer)
-        shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed left
+        self._folder = tempfile.TemporaryDirectory(prefix="mjax-stream-")
         self.seq_length, self.document_mask = data.seq_length, data.document_mask
         self.resets, self.masks_eod = data.reset_position_ids, data.eod_mask_loss
         self.eod = self.tokenizer.eod_id if data.eod_token_id is None else data.eod_token_id
@@ -204,7 +202,7 @@ class StreamedText:
     def _documents(self, name: str, copy: str) -> Iterator[list[str]]:
         """Yield the texts of a file in windows. A window's bytes count all splits."""
         texts, size = [], 0
-        for document in read_documents([copy], text_key=self.key):
+        for document in documents_of_copy(name, copy, text_key=self.key):
             text = document_text(document, self.key)
             size += len(document.raw)
             if self._is_of_split(text):
@@ -236,7 +234,8 @@ class StreamedText:
     def _copy(self, name: str, number: int) -> str:
         if not is_address(name):
             return name
-        return str(fetch(look_at(name), self.folder / f"{number}-{name.rpartition('/')[2]}"))
+        path = Path(self._folder.name) / f"{number}-{name.rpartition('/')[2]}"
+        return str(fetch(look_at(name), path))
 
 
 def _keep_newest(entries: OrderedDict, key: int, value: object, most: int) -> None:
