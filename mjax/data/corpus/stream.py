@@ -1,6 +1,6 @@
 """`data.stream`: rows of a text that is tokenized while it is trained on.
 
-The text is read in windows of about 16 MiB: the files in an order drawn for each epoch, each from
+The text is read in windows of about 4 MiB: the files in an order drawn for each epoch, each from
 its start to its end, the documents of a window shuffled. Their tokens, each document's EOD last,
 are one endless stream, and row k is its tokens [k*S, (k+1)*S], so that a document goes on in the
 next row, window and file. Invariant: row k is a pure function of (files, tokenizer, split, S, seed,
@@ -29,7 +29,7 @@ from mjax.data.corpus.gpt import SPLITS, FieldArrays
 from mjax.data.corpus.text import states_of_files
 from mjax.errors import UserError
 
-WINDOW_BYTES = 1 << 24  # of text; a part of the order, as all is that follows from it
+WINDOW_BYTES = 1 << 22  # of text; a part of the order, as all is that follows from it
 ROWS_HELD = 1024  # rows that were read lately, for threads that ask out of order
 ROWS_APART = 256  # between the positions that are remembered
 POSITIONS_HELD = 4096

@@ -8,6 +8,8 @@ import shutil
 
 import fsspec
 import jax
+import ml_dtypes
+import numpy as np
 import pytest
 
 from mjax.checkpoint.__main__ import main as inspector
@@ -19,10 +21,11 @@ from mjax.data.base import object_store
 from mjax.data.corpus import stream as stream_module
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
+from mjax.interop.sources import source_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.laws.run.test_failures import losses
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
 RUN = "memory://bucket/run"
@@ -93,7 +96,7 @@ def test_a_lost_machine_loses_nothing_that_is_in_the_store(tmp_path, store, caps
     assert mirror.steps() == [6, 8]
 
 
-@slow
+@exhaustive
 def test_weights_in_a_store_start_runs_and_generate(tmp_path, capsys, monkeypatch):
     run(config(tmp_path / "a", f"checkpoint.mirror={RUN}", "train.steps=2"), 1)
     capsys.readouterr()
@@ -106,6 +109,27 @@ def test_weights_in_a_store_start_runs_and_generate(tmp_path, capsys, monkeypatc
     assert said[0] == said[1] and said[0]
     run(config(tmp_path / "b", f"checkpoint.init_from={RUN}", "train.steps=1"), 1)
     assert "from the weights in memory://bucket/run" in capsys.readouterr().out
+
+
+@slow
+def test_weights_for_transformers_lie_beside_the_steps_that_are_kept(tmp_path, store, capsys):
+    own = [
+        "checkpoint.hf=true",
+        f"checkpoint.mirror={RUN}",
+        "train.steps=5",
+        "model.vocab_size=300",
+    ]
+    run(config(tmp_path / "a", *own, "checkpoint.interval=2", "model.model_type=llama"), 1)
+    beside = tmp_path / "a" / "hf"
+    assert sorted(path.name for path in beside.iterdir()) == ["4", "5"]
+    assert Mirror(tmp_path / "a", RUN).steps("hf") == [4, 5]
+    for number in (4, 5):
+        ours = source_of(tmp_path / "a" / "checkpoints" / str(number))
+        theirs = source_of(beside / str(number))
+        assert theirs.cfg.hidden_size == ours.cfg.hidden_size
+        whole = (slice(0, 300), slice(0, 32))
+        table = np.asarray(ours.read(("embedding",), whole), ml_dtypes.bfloat16)
+        assert np.array_equal(theirs.read(("embedding",), whole), table)
 
 
 def step_folder(tmp_path, number=3):
@@ -155,7 +179,7 @@ def test_a_step_that_lacks_a_file_is_never_taken(fault, tmp_path, store):
     assert not list((tmp_path / "new").glob("checkpoints/*"))
 
 
-@slow
+@exhaustive
 def test_a_store_that_fails_is_a_line_and_training_goes_on(tmp_path, store, monkeypatch, capsys):
     put, fails = store.put_file, [True]
 

@@ -17,6 +17,7 @@ from mjax.data.base import dataset_files, object_store
 from mjax.data.base.documents import document_text, expand_paths, read_documents
 from mjax.data.corpus.stream import StreamedText
 from mjax.errors import UserError
+from tests.marks import slow
 from tests.store_servers import Quiet, faulty_proxy, hang_up, page_of_a_proxy, served
 
 
@@ -164,6 +165,7 @@ def test_faults_of_the_hub_pass(hub):
     assert read("hf://datasets/org/texts") == ["a", "b", "c"] and not proxy.faults
 
 
+@slow
 def test_a_process_reads_one_commit_and_a_stream_stays_on_what_it_began(hub):
     commits, _, _ = hub
     keys = ["data.stream=true", "data.tokenizer=byte", "data.seq_length=4", "model.vocab_size=300"]
