@@ -3,7 +3,7 @@
 Invariant: every evaluation reads the same batches, so that its figures compare.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -27,32 +27,25 @@ MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made 
 class HeldOut:
     """Evaluates a trainer on data that it is not trained on.
 
-    early_stop: sees each loss. last_step, last_loss: the step evaluated last and its loss.
+    further: further sets by name.
+    early_stop: sees each loss of `stream`.
+    last_step, last_loss: the step evaluated last and its loss.
     """
 
     trainer: Trainer
     stream: BatchStream
     early_stop: EarlyStop = field(default_factory=EarlyStop)
+    further: Mapping[str, BatchStream] = field(default_factory=dict)
     last_step: int = -1
     last_loss: float | None = None
 
     def loss(self, beat: Callable[[], None]) -> Record:
-        """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
-
-        A loss or measure with no counted entry is None. `beat` is called after every batch.
-        """
-        found: list = []
-        for batch in self.batches(self.trainer.local_rows):
-            found.append(self.trainer.run_program(LOSSES, batch))
-            beat()
-            if len(found) > 1:  # one late, so that no more than two batches wait on the device
-                found[-2] = jax.device_get(found[-2])
-        totals, counts = jax.tree.map(
-            lambda *x: np.sum(x, dtype=np.float64), *jax.device_get(found)
-        )
-        record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
-        for name, count in counts.items():
-            record[f"eval_{name}"] = float(totals[name] / count) if count else None
+        """The result of `losses_of` as `eval_loss` and so on; of further sets `eval_loss/NAME`."""
+        steps = self.trainer.cfg.train.eval_steps
+        found = losses_of(self.trainer, self.stream, steps, beat)
+        record = {f"eval_{name}": value for name, value in found.items()}
+        for name, stream in self.further.items():
+            record[f"eval_loss/{name}"] = losses_of(self.trainer, stream, steps, beat)["loss"]
         self.last_step, self.last_loss = self.trainer.step_number, record["eval_loss"]
         self.early_stop.see(self.last_loss)
         return record
@@ -89,6 +82,26 @@ class HeldOut:
         )
 
 
+def losses_of(
+    trainer: Trainer, stream: BatchStream, count: int, beat: Callable[[], None] = lambda: None
+) -> Record:
+    """The losses and measures of so many batches by name, `loss` first; `tokens`, its count.
+
+    A loss or measure with no counted entry is None. `beat` is called after every batch.
+    """
+    found: list = []
+    for batch in stream.batches(0, count, trainer.local_rows):
+        found.append(trainer.run_program(LOSSES, batch))
+        beat()
+        if len(found) > 1:  # one late, so that no more than two batches wait on the device
+            found[-2] = jax.device_get(found[-2])
+    totals, counts = jax.tree.map(lambda *x: np.sum(x, dtype=np.float64), *jax.device_get(found))
+    record = {"loss": None, "tokens": int(counts["loss"])}
+    for name, count in counts.items():
+        record[name] = float(totals[name] / count) if count else None
+    return record
+
+
 def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut | None:
     """The evaluation of a run that goes on from a checkpoint with `record`, {} for a new run.
 
@@ -99,4 +112,4 @@ def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut 
     trainer.checkpoints.batches_at = lambda step: batches.record_at(step) | early_stop.record()
     if batches.held_out is None:
         return None
-    return HeldOut(trainer, batches.held_out, early_stop)
+    return HeldOut(trainer, batches.held_out, early_stop, batches.further)
