@@ -1,6 +1,7 @@
 """Faults for tests: what bad data, memory or processors would do to a run.
 
-Each function takes pytest's `monkeypatch` and the numbers of the steps that it strikes.
+Each function takes pytest's `monkeypatch` and the numbers of the steps that it strikes. What
+`run.rehearse` can do is not here.
 """
 
 from dataclasses import replace
@@ -17,20 +18,6 @@ from mjax.train import Trainer
 from mjax.train import step as train_step
 
 EVER = 10**9
-
-
-def corrupt(monkeypatch, steps, times=EVER) -> None:
-    """Put a number that is not finite into the batches of `steps`, the first `times` each."""
-    step, left = Trainer.step, dict.fromkeys(steps, times)
-
-    def corrupted(self, batch, *gate):
-        number = self.step_number + 1
-        if left.get(number, 0) > 0:
-            left[number] -= 1
-            batch = batch | {"loss_mask": batch["loss_mask"] * np.float32(np.nan)}
-        return step(self, batch, *gate)
-
-    monkeypatch.setattr(Trainer, "step", corrupted)
 
 
 def flip_in_gradients(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:

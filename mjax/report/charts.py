@@ -63,6 +63,7 @@ QUANTITIES = (
     Quantity("ms_per_step", "Time of a step", "ms", "zero", ticks="0,0.[000]"),
     Quantity("memory_gb", "Peak device memory", "GB, the fullest device", "zero"),
     Quantity("data_wait", "Waiting for data", "% of a step", "zero", 100.0),
+    Quantity("goodput", "Goodput", "% of the wall time", "zero", 100.0),
     Quantity("slowest_host_ms", "Slowest host", "ms a step", "zero", smooth=True),
 )
 
@@ -129,10 +130,11 @@ def shared_steps(runs: list[Run]) -> Range1d:
 
 
 def other_losses(runs: list[Run]) -> list[Quantity]:
-    """Returns the terms that a model or objective adds to the loss, such as `aux_loss`."""
+    """Returns losses of other sets, and terms of the loss such as `aux_loss`."""
     names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
-    others = [name for name in names if name.endswith("loss") and name not in known]
+    of_losses = [n for n in names if n.endswith("loss") or n.startswith("eval_loss/")]
+    others = [name for name in of_losses if name not in known]
     return [Quantity(name, name.replace("_", " "), "", smooth=True) for name in others[:6]]
 
 

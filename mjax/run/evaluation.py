@@ -5,18 +5,22 @@ Invariant: every evaluation reads the same batches, so that its figures compare.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from mjax.config.load import load
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
+from mjax.errors import UserError
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import NEXT_TOKEN
-from mjax.run.batches import BatchStream, RowsOf, RunBatches
+from mjax.run.batches import BatchStream, RowsOf, RunBatches, from_config
 from mjax.run.early_stop import EarlyStop
 from mjax.run.monitor.metrics import Record
+from mjax.run.resume import restored_record
 from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
@@ -113,3 +117,32 @@ def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut 
     if batches.held_out is None:
         return None
     return HeldOut(trainer, batches.held_out, early_stop, batches.further)
+
+
+def loss_of_split(folder: Path, split: str, steps: int | None, overrides: list[str]) -> Record:
+    """The losses of a run's newest checkpoint on its "test" or "valid" data, or on one of its sets.
+
+    steps: batches to take; None: as many as the run does. Raises `UserError` for unknown data.
+    """
+    cfg = load(folder / "config.yaml", [*overrides, f"run.dir={folder}"])
+    is_test = split == "test"
+    of_run = (is_test and cfg.train.test_steps) or cfg.train.eval_steps
+    count = of_run if steps is None else steps
+    train = {"test_steps": count, "eval_interval": None}
+    if not is_test:
+        train = {"test_steps": 0, "eval_interval": 1, "eval_steps": count}
+    changed = {
+        "run": cfg.run.model_copy(update={"rehearse": []}),
+        "train": cfg.train.model_copy(update={"early_stop": None, **train}),
+        "data": cfg.data.model_copy(update={"eval_sets": {}} if is_test else {}),
+        "checkpoint": cfg.checkpoint.model_copy(update={"keep_best": 0}),
+    }
+    trainer = Trainer(cfg.model_copy(update=changed))
+    step = trainer.restore()
+    batches = from_config(trainer, restored_record(trainer))
+    streams = {"test": batches.test, "valid": batches.held_out, **batches.further}
+    if streams.get(split) is None:
+        known = ", ".join(name for name, stream in streams.items() if stream is not None)
+        raise UserError(f"--split {split}: {folder} has no such data; it has {known or 'none'}")
+    losses = losses_of(trainer, streams[split], count)
+    return {"run": str(folder), "split": split, "step": step, **losses}

@@ -61,7 +61,7 @@ def held_out_data(c: Config) -> Iterator[str]:
 
 
 @rule("give it a third share, or set train.test_steps=0")
-def test_data(c: Config) -> Iterator[str]:
+def third_share_is_left(c: Config) -> Iterator[str]:
     if c.train.test_steps and not c.data.mock and c.data.split[2] == 0:
         yield "`train.test_steps` but no data is left for them: `data.split`"
 
