@@ -1,13 +1,13 @@
 """Scores of a run on tasks of lm-evaluation-harness (`train.eval_tasks`), while it trains.
 
 The harness asks the model in memory: no checkpoint is written, no weight converted. Tasks are those
-that the harness knows by name, or YAML files of one's own.
+that the harness knows by name, or of YAML files in a folder of one's own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -22,16 +22,23 @@ from mjax.models import Definition
 ROWS = 8  # scored at once
 
 
+class KnownTask(NamedTuple):
+    """A task of the harness: its name, and the manager that knows it."""
+
+    name: str
+    manager: Any
+
+
 @dataclass
 class TaskScores:
     """Scores a model on tasks.
 
     model: it as the harness asks it, a `HarnessModel`.
-    tasks: the harness's own, and how many documents of each are scored; None: all.
+    tasks: with how many documents of each are scored; None: all.
     """
 
     model: Any
-    tasks: list[tuple[str | dict, int | None]]
+    tasks: list[tuple[KnownTask, int | None]]
 
     def scores(self, params: dict, beat: Callable[[], None]) -> dict[str, float]:
         """{"task/arc_easy/acc": 0.31, ..} of the model with these weights."""
@@ -40,7 +47,13 @@ class TaskScores:
         self.model.update_weights(params)
         found: dict[str, float] = {}
         for task, limit in self.tasks:
-            results = simple_evaluate(self.model, tasks=[task], limit=limit, log_samples=False)
+            results = simple_evaluate(
+                self.model,
+                tasks=[task.name],
+                limit=limit,
+                task_manager=task.manager,
+                log_samples=False,
+            )
             for scored, values in results["results"].items():
                 found |= named_scores(scored, values)
             beat()
@@ -69,7 +82,9 @@ def tasks_of(cfg: Config, definition: Definition, mesh: Mesh) -> TaskScores | No
         )
     from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
 
-    tasks = [(_task(name), limit) for name, limit in cfg.train.eval_tasks.items()]
+    managers: dict[str | None, Any] = {}
+    wanted = cfg.train.eval_tasks.items()
+    tasks = [(known_task(name, managers), limit) for name, limit in wanted]
     tokenizer = load_tokenizer(_tokenizer_path(cfg))
     model = Pretrained(cfg.model, definition, {}, mesh, None)
     adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS)
@@ -84,17 +99,21 @@ def _tokenizer_path(cfg: Config) -> str:
     return cfg.data.tokenizer
 
 
-def _task(name: str) -> str | dict:
-    """A task as the harness takes it: the name of one that it has, or what a YAML file says."""
-    from lm_eval import utils
+def known_task(name: str, managers: dict[str | None, Any]) -> KnownTask:
+    """A task by its name, or FOLDER/NAME for one of the YAML files in a folder.
+
+    managers: the harness's own of each folder, which are added to. Raises `UserError`.
+    """
     from lm_eval.tasks import TaskManager
 
-    if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
-            raise UserError(f"train.eval_tasks: no file {name}; give a task's name or YAML file")
-        return utils.load_yaml_config(name)
-    if not TaskManager().match_tasks([name]):
+    folder, _, task = name.rpartition("/")
+    place = folder or None
+    if place is not None and not Path(place).is_dir():
+        raise UserError(f"train.eval_tasks: {name!r}: no folder {place}; write NAME or FOLDER/NAME")
+    manager = managers.setdefault(place, None) or TaskManager(include_path=place)
+    managers[place] = manager
+    if not manager.match_tasks([task]):
         raise UserError(
             f"train.eval_tasks: the harness has no task {name!r}; `lm-eval ls tasks` lists all"
         )
-    return name
+    return KnownTask(task, manager)

@@ -327,7 +327,7 @@ class TrainConfig(Group):
     eval_steps: UpTo28 = Field(10, ge=1)
     eval_tasks: dict[str, Annotated[int, Field(ge=1)] | None] = {}
     """Tasks of lm-evaluation-harness and how many documents of each to score (null: all), e.g.
-    {arc_easy: 200}; needs mjax[lm-eval].
+    {arc_easy: 200, my/folder/task: null}; needs mjax[lm-eval].
     """
     eval_tasks_interval: int | None = Field(None, ge=1)
     """Steps between scores of those tasks; None: only at the end."""

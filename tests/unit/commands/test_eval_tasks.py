@@ -14,7 +14,6 @@ import pytest
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.evaluate.tasks import named_scores, tasks_of
-from mjax.infer.text import windows  # noqa: F401 - before a stub stands in
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.laws.run.test_failures import records
@@ -27,35 +26,40 @@ KEYS = [*TINY, "model.vocab_size=257", "data.tokenizer=byte", "schedule.lr=0.1",
 
 @pytest.fixture
 def task(monkeypatch, tmp_path):
-    """The name of a task with the metric acc, in a YAML file."""
+    """FOLDER/NAME of a task with the metric acc."""
     documents = [{"q": f"Q{i}", "choices": ["yes", "no!"], "gold": i % 2} for i in range(6)]
     (tmp_path / "d.json").write_text("\n".join(map(json.dumps, documents)))
-    file = tmp_path / "choice.yaml"
-    file.write_text(
+    (tmp_path / "choice.yaml").write_text(
         f"task: my_choice\ndataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path}/d.json\n"
         "test_split: train\noutput_type: multiple_choice\n"
         "doc_to_text: '{{q}}:'\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "metric_list:\n  - metric: acc\n"
     )
     if REAL:
-        return str(file)
-    names = "lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils"
+        yield f"{tmp_path}/my_choice"
+        return
+    names = "lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks"
     stubs = {name: ModuleType(name) for name in names}
     stubs["lm_eval.api.model"].LM = type("LM", (), {})
-    stubs["lm_eval"].utils = stubs["lm_eval.utils"]
-    stubs["lm_eval.utils"].load_yaml_config = lambda path: {"task": "my_choice"}
-    stubs["lm_eval.tasks"].TaskManager = type("M", (), {"match_tasks": lambda self, names: []})
 
-    def simple_evaluate(model, tasks, limit, log_samples):
+    class TaskManager:
+        def __init__(self, include_path):
+            self.known = ["my_choice"] if include_path else []
+
+        def match_tasks(self, names):
+            return [name for name in names if name in self.known]
+
+    def simple_evaluate(model, tasks, limit, task_manager, log_samples):
         texts = [("Q0:", " yes")] * limit
         found = model.loglikelihood([SimpleNamespace(args=text) for text in texts])
         return {"results": {"my_choice": {"acc,none": found[0][0], "acc_stderr,none": 0.1}}}
 
+    stubs["lm_eval.tasks"].TaskManager = TaskManager
     stubs["lm_eval"].simple_evaluate = simple_evaluate
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "mjax.evaluate.harness", raising=False)
-    yield str(file)
+    yield f"{tmp_path}/my_choice"
     sys.modules.pop("mjax.evaluate.harness", None)
 
 
@@ -77,7 +81,7 @@ def test_scores_are_named_by_task_and_metric():
 
 
 def test_a_task_that_nobody_knows_is_one_line_before_the_run(tmp_path, task):
-    for name, said in (("no_such", "no task 'no_such'"), ("/no/such.yaml", "no file /no/such")):
+    for name, said in (("no_such", "no task 'no_such'"), ("/no/such/task", "no folder /no/such")):
         cfg = load(None, [*KEYS, f"train.eval_tasks={{{name}: null}}"])
         with pytest.raises(UserError, match=said):
             tasks_of(cfg, None, None)
