@@ -129,12 +129,16 @@ def shared_steps(runs: list[Run]) -> Range1d:
     return Range1d(least - margin, most + margin)
 
 
+def is_loss(name: str) -> bool:
+    """Whether a field of a record is a loss."""
+    return name.endswith("loss") or name.startswith("eval_loss/")
+
+
 def other_losses(runs: list[Run]) -> list[Quantity]:
     """Returns losses of other sets, and terms of the loss such as `aux_loss`."""
     names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
-    of_losses = [n for n in names if n.endswith("loss") or n.startswith("eval_loss/")]
-    others = [name for name in of_losses if name not in known]
+    others = [name for name in names if is_loss(name) and name not in known]
     return [Quantity(name, name.replace("_", " "), "", smooth=True) for name in others[:6]]
 
 
