@@ -1,6 +1,7 @@
 """Faults for tests: what bad data, memory or processors would do to a run.
 
-Each function takes pytest's `monkeypatch` and the numbers of the steps that it strikes.
+Each function takes pytest's `monkeypatch` and the numbers of the steps that it strikes. What
+`run.rehearse` can do is not here.
 """
 
 from dataclasses import replace
@@ -11,25 +12,12 @@ import numpy as np
 from jax import lax
 
 from mjax.objectives.local_model import LocalModel
+from mjax.run.rehearsal import with_flipped_bit
 from mjax.sharding.collectives import AXES
 from mjax.train import Trainer
 from mjax.train import step as train_step
 
 EVER = 10**9
-
-
-def corrupt(monkeypatch, steps, times=EVER) -> None:
-    """Put a number that is not finite into the batches of `steps`, the first `times` each."""
-    step, left = Trainer.step, dict.fromkeys(steps, times)
-
-    def corrupted(self, batch, *gate):
-        number = self.step_number + 1
-        if left.get(number, 0) > 0:
-            left[number] -= 1
-            batch = batch | {"loss_mask": batch["loss_mask"] * np.float32(np.nan)}
-        return step(self, batch, *gate)
-
-    monkeypatch.setattr(Trainer, "step", corrupted)
 
 
 def flip_in_gradients(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:
@@ -102,23 +90,6 @@ def flip_replica(monkeypatch, step, path, devices, bit=0) -> None:
         return metrics
 
     monkeypatch.setattr(Trainer, "step", struck)
-
-
-def with_flipped_bit(state: dict, path: tuple[str, ...], devices: set[int], bit: int = 0) -> dict:
-    """The state with a bit flipped in the first entry of the array at `path`, where `devices`
-    (ids) hold it."""
-    first, *rest = path
-    if rest:
-        return {**state, first: with_flipped_bit(state[first], tuple(rest), devices, bit)}
-    buffers = []
-    for shard in state[first].addressable_shards:
-        data = np.array(shard.data)
-        if shard.device.id in devices:
-            data.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
-        buffers.append(jax.device_put(data, shard.device))
-    like = state[first]
-    made = jax.make_array_from_single_device_arrays(like.shape, like.sharding, buffers)
-    return {**state, first: made}
 
 
 def _strike(monkeypatch, steps, bits, times, patch) -> None:

@@ -104,7 +104,7 @@ def describe_data(dataset: Dataset, indices: Sequence[int], most: int) -> str:
 def build_datasets(
     cfg: Config, num_train: int, num_valid: int, trained_with: str | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """Training data of at least `num_train` samples, held-out data of `num_valid` (0: None).
+    """Training data of at least `num_train` samples, held-out data of `num_valid`; 0: None.
 
     `data.text` is prepared first if need be. `trained_with`: digest of the tokenizer of the weights
     that go on, if any. Raises `UserError` on anything unusable, and for another tokenizer.
@@ -201,7 +201,8 @@ def _conversation_datasets(
     data, sizes = cfg.data, (num_train, num_valid)
     make = partial(ConversationDataset, cfg=cfg, tokenizer=load_tokenizer(data.tokenizer))
     train, valid = _blends(make, data.conversations.paths, data.valid_paths, cfg, sizes)
-    return GlobalBatches(train, cfg), None if valid is None else GlobalBatches(valid, cfg)
+    train, valid = (None if rows is None else GlobalBatches(rows, cfg) for rows in (train, valid))
+    return train, valid
 
 
 def _blends(
@@ -215,10 +216,10 @@ def _blends(
     data = cfg.data
     shares, weights = [1.0, 0.0, 0.0] if valid_paths else data.split, data.weights
     if isinstance(weights, dict):
-        train = _blend_by_step(make, paths, shares, cfg, sizes[0])
+        train = _blend_by_step(make, paths, shares, cfg, sizes[0]) if sizes[0] else None
         weights = weights[0] if all(weights[0]) else None
     else:
-        train = _blend(make, paths, weights, "train", shares, sizes[0])
+        train = _blend(make, paths, weights, "train", shares, sizes[0]) if sizes[0] else None
     if not sizes[1]:
         return train, None
     if valid_paths:

@@ -1,7 +1,8 @@
-"""`python -m mjax.evaluate perplexity|answers|harness --ckpt X [options]`: how well a model does.
+"""`python -m mjax.evaluate perplexity|answers|loss|harness [options]`: how well a model does.
 
     python -m mjax.evaluate perplexity --ckpt X --file F
     python -m mjax.evaluate answers --ckpt X --file CONVERSATIONS      # exact matches
+    python -m mjax.evaluate loss --run RUN --split test                 # of its own data
     python -m mjax.evaluate harness --ckpt X --tasks hellaswag,gsm8k    # needs mjax[lm-eval]
 
 Perplexity by sliding windows: a window of --seq-length tokens moves on by --stride, and scores
@@ -28,6 +29,7 @@ from mjax.infer.text import windows
 def main(argv: list[str] | None = None) -> None:
     args = _evaluate_arguments(argv)
     commands = {"perplexity": _perplexity, "answers": _answers, "harness": _harness}
+    commands["loss"] = _loss
     commands[args.command](args)
 
 
@@ -42,6 +44,11 @@ def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
     answers.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
     answers.add_argument("--batch-size", type=int, default=32, help="rows at once")
     answers.add_argument("--show", type=int, default=3, help="answers to print")
+    loss = commands.add_parser("loss", help="of data that a run holds out; prints a JSON line")
+    loss.add_argument("--run", type=as_path, required=True, help="folder of a run")
+    loss.add_argument("--split", default="test", help="test, valid, or a name of data.eval_sets")
+    loss.add_argument("--steps", type=int, help="batches (default: as in the run)")
+    loss.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys, such as mesh.dp=1")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
     for command in (file, tasks):
         add_model_arguments(command)
@@ -82,6 +89,13 @@ def _harness(args: argparse.Namespace) -> None:
         log_samples=False,
     )
     print(json.dumps(found["results"], indent=1, default=str))
+
+
+def _loss(args: argparse.Namespace) -> None:
+    """Print the loss of a run's newest checkpoint on a part of its held-out data."""
+    from mjax.run.evaluation import loss_of_split
+
+    print(json.dumps(loss_of_split(args.run, args.split, args.steps, args.overrides)))
 
 
 def _answers(args: argparse.Namespace) -> None:

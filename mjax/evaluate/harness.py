@@ -9,7 +9,7 @@ BOS (or else the end-of-document token). Invariant: the order of answers is that
 
 import functools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,19 @@ class HarnessModel(LM):
             tokenizer=self._tokenizer,
             eos=self._eos,
         )
+
+    def update_weights(self, params: dict) -> None:
+        """Answer with other weights of the same model from now on."""
+        self._model = replace(self._model, params=params)
+        if "_engine" in vars(self):
+            self._engine.update_weights(params)
+            self._engine.wake()
+
+    def rest(self) -> None:
+        """Let go of weights and caches until the next `update_weights`."""
+        self._model = replace(self._model, params={})
+        if "_engine" in vars(self):
+            self._engine.sleep(weights=True)
 
     # ---- requests: each has `args`, a tuple ----
 

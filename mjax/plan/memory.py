@@ -352,3 +352,20 @@ def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     fused = fits(tokens, words, sizes["tp"], chunk)
     cut = cut_of(tokens, words, chunk, fused=fused)
     return 4 * words * cfg.model.hidden_size + cut.bytes(words)
+
+
+def ways_to_save(cfg: Config) -> list[str]:
+    """Changes by which a run needs less memory, the cheapest first."""
+    train, mesh, ways = cfg.train, cfg.mesh, []
+    if train.micro_batch_size != 1:
+        ways.append(f"lower train.micro_batch_size={train.micro_batch_size}")
+    if train.remat != "full":
+        ways.append(f"set train.remat=full (now {train.remat})")
+    if mesh.zero_stage < 3:
+        ways.append(f"raise mesh.zero={mesh.zero} to 3, which several devices share")
+    if not cfg.optimizer.offload:
+        ways.append("set optimizer.offload=true")
+    if cfg.precision.params == "float32":
+        ways.append("store moments in bfloat16 (optimizer.mu_dtype, nu_dtype)")
+    ways.append("shorten data.seq_length, or take more devices (mesh.tp, mesh.pp)")
+    return [f"to mend it, {ways[0]}", *ways[1:]]

@@ -63,6 +63,7 @@ QUANTITIES = (
     Quantity("ms_per_step", "Time of a step", "ms", "zero", ticks="0,0.[000]"),
     Quantity("memory_gb", "Peak device memory", "GB, the fullest device", "zero"),
     Quantity("data_wait", "Waiting for data", "% of a step", "zero", 100.0),
+    Quantity("goodput", "Goodput", "% of the wall time", "zero", 100.0),
     Quantity("slowest_host_ms", "Slowest host", "ms a step", "zero", smooth=True),
 )
 
@@ -128,11 +129,16 @@ def shared_steps(runs: list[Run]) -> Range1d:
     return Range1d(least - margin, most + margin)
 
 
+def is_loss(name: str) -> bool:
+    """Whether a field of a record is a loss."""
+    return name.endswith("loss") or name.startswith("eval_loss/")
+
+
 def other_losses(runs: list[Run]) -> list[Quantity]:
-    """Returns the terms that a model or objective adds to the loss, such as `aux_loss`."""
+    """Returns losses of other sets, and terms of the loss such as `aux_loss`."""
     names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
-    others = [name for name in names if name.endswith("loss") and name not in known]
+    others = [name for name in names if is_loss(name) and name not in known]
     return [Quantity(name, name.replace("_", " "), "", smooth=True) for name in others[:6]]
 
 

@@ -14,6 +14,8 @@ from bokeh.resources import Resources
 from mjax.config.schema.difference import shown
 from mjax.report.charts import Look, charts, events_chart, look_of, shared_steps
 from mjax.report.runs import Run, best_held_out, config_differences, last_finite, median, restarts
+from mjax.run.monitor.console import duration
+from mjax.run.monitor.goodput import LOST, TRAINING
 
 MOST_EVENTS = 200  # of a run in the list
 
@@ -78,6 +80,7 @@ def page(runs: list[Run]) -> str:
         "into all; the tools at its right pan, zoom by wheel, reset and save. Thin lines are the "
         "figures of the log, thick ones their exponential mean over 1 % of a run. Verticals are "
         "events.</p>",
+        _wall_time(runs),
         _differences(runs),
         _events(runs),
     ]
@@ -152,6 +155,21 @@ def _summary(runs: list[Run]) -> str:
     if not any(run.bad_lines for run in runs):
         head, rows = head[:-1], [row[:-1] for row in rows]
     return _table(head, rows, numbers=True)
+
+
+def _wall_time(runs: list[Run]) -> str:
+    """A table of where the wall time of each run went, in shares."""
+    if not any(run.seconds for run in runs):
+        return ""
+    head = ["run", "wall time", "goodput", *LOST.values()]
+    rows = []
+    for i, run in enumerate(runs):
+        whole = sum(run.seconds.values())
+        shares = [run.seconds[name] / whole if whole else None for name in (TRAINING, *LOST)]
+        cells = ["–" if share is None else f"{100 * share:.1f} %" for share in shares]
+        rows.append([_run(run, look_of(i)), duration(whole) if whole else "–", *cells])
+    hint = '<p class="hint">Shares of the time since the first start, restarts included.</p>'
+    return f"<h2>Where the time went</h2>{_table(head, rows, numbers=True)}{hint}"
 
 
 def _differences(runs: list[Run]) -> str:

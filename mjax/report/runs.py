@@ -6,7 +6,7 @@ out, values that are no numbers become NaN; nothing else is guessed.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from mjax.config.schema.difference import keys_and_values
 from mjax.config.schema.run import Config
 from mjax.config.yaml_text import read
 from mjax.errors import UserError, or_user_error
+from mjax.json_file import read_json
+from mjax.run.monitor.goodput import GOODPUT_FILE, account
 
 Column = np.ndarray  # float64 [records]
 RESUMED = "resumed from "  # how the event of a restart begins
@@ -38,6 +40,7 @@ class Run:
 
     training, held_out: a column for each field of the records, all of one length, in the order of
     steps. config: values by dotted key. bad_lines: lines of the log that could not be read.
+    seconds: where the wall time went (`run/monitor/goodput.py`); {} where it is not known.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Run:
     events: list[Event]
     config: dict[str, object]
     bad_lines: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def column(self, name: str) -> tuple[Column, Column]:
         """(steps, values) of a field, held-out ones included; empty if there is none."""
@@ -106,7 +110,8 @@ def read_run(folder: Path, name: str) -> Run:
     if not training and not held_out:
         raise UserError(f"{folder}/metrics.jsonl: holds no record of a step; train at least one")
     config = _read_config(folder / "config.yaml")
-    return Run(name, _columns(training), _columns(held_out), events, config, bad_lines)
+    columns = _columns(training), _columns(held_out)
+    return Run(name, *columns, events, config, bad_lines, _read_seconds(folder / GOODPUT_FILE))
 
 
 def _is_number(value: object) -> bool:
@@ -137,6 +142,14 @@ def _read_config(file: Path) -> dict[str, object]:
         return {}
     defaults = Config().model_dump(mode="json")
     return dict(keys_and_values(defaults)) | dict(keys_and_values(tree))
+
+
+def _read_seconds(file: Path) -> dict[str, float]:
+    """The account of a run's time, {} if it cannot be read."""
+    try:
+        return account(read_json(file, missing={})).get("seconds", {})
+    except ValueError:
+        return {}
 
 
 def config_differences(runs: list[Run]) -> dict[str, list[object]]:

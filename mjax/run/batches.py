@@ -5,14 +5,15 @@ names. Conversations, pairs or rollouts come from another source, and the loop s
 Invariant: a batch of training is a function of its step and of what an earlier checkpoint records.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from mjax.config.schema.run import Config
 from mjax.data.blend import require_same_past
 from mjax.data.corpus.stream import StreamedText
+from mjax.data.held_out import eval_datasets, third_share
 from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import Objective
@@ -58,6 +59,8 @@ class RunBatches:
     """The batches of a run.
 
     held_out: those of an evaluation, which takes `train.eval_steps` from the first; or None.
+    further: those of further held-out sets, by name, of which it takes as many.
+    test: those whose loss is measured at the end, over `train.test_steps`; or None.
     record_at: returns what a checkpoint of a step must keep for the batches after it, as JSON. The
         loop reads ahead, so it is asked about a step whose following batches are read already.
     """
@@ -65,6 +68,8 @@ class RunBatches:
     training: BatchStream
     held_out: BatchStream | None = None
     record_at: Callable[[int], dict] = record_nothing
+    further: Mapping[str, BatchStream] = field(default_factory=dict)
+    test: BatchStream | None = None
 
 
 # Makes the batches of a run from its trainer, which has its state if the run goes on, and from the
@@ -123,18 +128,20 @@ def from_config(trainer: Trainer, record: dict) -> RunBatches:
     past = record.get("config", {}).get("data", {}).get("weights")
     require_same_past(past if record else cfg.data.weights, cfg.data.weights, trainer.step_number)
     train, held_out = build_datasets(cfg, *samples, tokenizer)
-    training = DatasetStream(train, cfg, objective, partial(batch_range, cfg.train))
     record_at = record_nothing
     if isinstance(train, StreamedText):
         record_at = position_recorder(train, cfg, record.get("batches", {}))
-    if held_out is None:
-        return RunBatches(training, record_at=record_at)
 
-    def held_out_range(batch: int) -> tuple[int, int]:
-        return batch * size, size
+    def evaluated(data: Dataset) -> DatasetStream:
+        return DatasetStream(data, cfg, objective, lambda batch: (batch * size, size))
 
-    held_out = DatasetStream(held_out, cfg, objective, held_out_range)
-    return RunBatches(training, held_out, record_at)
+    return RunBatches(
+        DatasetStream(train, cfg, objective, partial(batch_range, cfg.train)),
+        None if held_out is None else evaluated(held_out),
+        record_at,
+        further={name: evaluated(data) for name, data in eval_datasets(cfg, samples[1]).items()},
+        test=evaluated(third_share(cfg)) if cfg.train.test_steps else None,
+    )
 
 
 def position_recorder(stream: StreamedText, cfg: Config, record: dict) -> Callable[[int], dict]:

@@ -3,20 +3,24 @@
 Invariant: every evaluation reads the same batches, so that its figures compare.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from mjax.config.load import load
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
+from mjax.errors import UserError
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import NEXT_TOKEN
-from mjax.run.batches import BatchStream, RowsOf, RunBatches
+from mjax.run.batches import BatchStream, RowsOf, RunBatches, from_config
 from mjax.run.early_stop import EarlyStop
 from mjax.run.monitor.metrics import Record
+from mjax.run.resume import restored_record
 from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
@@ -27,32 +31,25 @@ MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made 
 class HeldOut:
     """Evaluates a trainer on data that it is not trained on.
 
-    early_stop: sees each loss. last_step, last_loss: the step evaluated last and its loss.
+    further: further sets by name.
+    early_stop: sees each loss of `stream`.
+    last_step, last_loss: the step evaluated last and its loss.
     """
 
     trainer: Trainer
     stream: BatchStream
     early_stop: EarlyStop = field(default_factory=EarlyStop)
+    further: Mapping[str, BatchStream] = field(default_factory=dict)
     last_step: int = -1
     last_loss: float | None = None
 
     def loss(self, beat: Callable[[], None]) -> Record:
-        """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
-
-        A loss or measure with no counted entry is None. `beat` is called after every batch.
-        """
-        found: list = []
-        for batch in self.batches(self.trainer.local_rows):
-            found.append(self.trainer.run_program(LOSSES, batch))
-            beat()
-            if len(found) > 1:  # one late, so that no more than two batches wait on the device
-                found[-2] = jax.device_get(found[-2])
-        totals, counts = jax.tree.map(
-            lambda *x: np.sum(x, dtype=np.float64), *jax.device_get(found)
-        )
-        record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
-        for name, count in counts.items():
-            record[f"eval_{name}"] = float(totals[name] / count) if count else None
+        """The result of `losses_of` as `eval_loss` and so on; of further sets `eval_loss/NAME`."""
+        steps = self.trainer.cfg.train.eval_steps
+        found = losses_of(self.trainer, self.stream, steps, beat)
+        record = {f"eval_{name}": value for name, value in found.items()}
+        for name, stream in self.further.items():
+            record[f"eval_loss/{name}"] = losses_of(self.trainer, stream, steps, beat)["loss"]
         self.last_step, self.last_loss = self.trainer.step_number, record["eval_loss"]
         self.early_stop.see(self.last_loss)
         return record
@@ -89,6 +86,26 @@ class HeldOut:
         )
 
 
+def losses_of(
+    trainer: Trainer, stream: BatchStream, count: int, beat: Callable[[], None] = lambda: None
+) -> Record:
+    """The losses and measures of so many batches by name, `loss` first; `tokens`, its count.
+
+    A loss or measure with no counted entry is None. `beat` is called after every batch.
+    """
+    found: list = []
+    for batch in stream.batches(0, count, trainer.local_rows):
+        found.append(trainer.run_program(LOSSES, batch))
+        beat()
+        if len(found) > 1:  # one late, so that no more than two batches wait on the device
+            found[-2] = jax.device_get(found[-2])
+    totals, counts = jax.tree.map(lambda *x: np.sum(x, dtype=np.float64), *jax.device_get(found))
+    record = {"loss": None, "tokens": int(counts["loss"])}
+    for name, count in counts.items():
+        record[name] = float(totals[name] / count) if count else None
+    return record
+
+
 def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut | None:
     """The evaluation of a run that goes on from a checkpoint with `record`, {} for a new run.
 
@@ -99,4 +116,33 @@ def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut 
     trainer.checkpoints.batches_at = lambda step: batches.record_at(step) | early_stop.record()
     if batches.held_out is None:
         return None
-    return HeldOut(trainer, batches.held_out, early_stop)
+    return HeldOut(trainer, batches.held_out, early_stop, batches.further)
+
+
+def loss_of_split(folder: Path, split: str, steps: int | None, overrides: list[str]) -> Record:
+    """The losses of a run's newest checkpoint on its "test" or "valid" data, or on one of its sets.
+
+    steps: batches to take; None: as many as the run does. Raises `UserError` for unknown data.
+    """
+    cfg = load(folder / "config.yaml", [*overrides, f"run.dir={folder}"])
+    is_test = split == "test"
+    of_run = (is_test and cfg.train.test_steps) or cfg.train.eval_steps
+    count = of_run if steps is None else steps
+    train = {"test_steps": count, "eval_interval": None}
+    if not is_test:
+        train = {"test_steps": 0, "eval_interval": 1, "eval_steps": count}
+    changed = {
+        "run": cfg.run.model_copy(update={"rehearse": []}),
+        "train": cfg.train.model_copy(update={"early_stop": None, **train}),
+        "data": cfg.data.model_copy(update={"eval_sets": {}} if is_test else {}),
+        "checkpoint": cfg.checkpoint.model_copy(update={"keep_best": 0}),
+    }
+    trainer = Trainer(cfg.model_copy(update=changed))
+    step = trainer.restore()
+    batches = from_config(trainer, restored_record(trainer))
+    streams = {"test": batches.test, "valid": batches.held_out, **batches.further}
+    if streams.get(split) is None:
+        known = ", ".join(name for name, stream in streams.items() if stream is not None)
+        raise UserError(f"--split {split}: {folder} has no such data; it has {known or 'none'}")
+    losses = losses_of(trainer, streams[split], count)
+    return {"run": str(folder), "split": split, "step": step, **losses}

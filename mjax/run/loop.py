@@ -7,104 +7,47 @@ queued. Checkpoints and log lines come from steps that have passed the check for
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from mjax.checkpoint.base.orbax_messages import quiet_saves
-from mjax.config.load import dump
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
-from mjax.files import replace_text
-from mjax.interop.adapters_of_run import wide_adapters
-from mjax.kernels.nf4.parameters import as_weights
-from mjax.models.flops import flops_of_run
+from mjax.evaluate.tasks import tasks_of
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import batch_range, final_step, rates_of_step
-from mjax.run.batches import BatchSource, BatchStream, RunBatches, from_config
-from mjax.run.evaluation import HeldOut, held_out_of
-from mjax.run.faults.replicas import ReplicaCheck
+from mjax.run.batches import BatchSource, from_config
+from mjax.run.evaluation import held_out_of, losses_of
 from mjax.run.faults.run_lock import RunLock
-from mjax.run.faults.saving import Saver, reserve_host_memory
 from mjax.run.faults.stopping import GO_ON, NO_BETTER, REASONS, SIGNALED, Stopper
-from mjax.run.faults.supervisor import RESTART_NOTE
-from mjax.run.faults.suspect import Figures, Judge, Suspects
-from mjax.run.faults.watchdog import Watchdog
 from mjax.run.folder import run_folder
 from mjax.run.monitor import metrics
 from mjax.run.monitor.console import duration
-from mjax.run.monitor.diagnostics import Diagnostics
-from mjax.run.monitor.host_time import HostTime, figures_of
-from mjax.run.monitor.log_writer import reason, warn
-from mjax.run.monitor.profile import Profiler
+from mjax.run.monitor.goodput import GOODPUT_FILE, TRAINING, WallTime
+from mjax.run.monitor.host_time import figures_of
+from mjax.run.monitor.spans import Spans, require_opentelemetry
+from mjax.run.monitor.trackers import require_trackers
+from mjax.run.out_of_memory import explained
+from mjax.run.rehearsal import trainer_of
 from mjax.run.resume import changes, restored_record, resume
-from mjax.run.samples import Samples, samples_of
-from mjax.sharding.spec import count_frozen, count_parameters
+from mjax.run.samples import samples_of
+from mjax.run.training_run import (
+    DispatchedStep,
+    TrainingRun,
+    bound_documents,
+    run_summary,
+    start_run,
+    take_folder,
+    trained_nothing,
+)
 from mjax.train.batch import AheadBatch, placed_ahead
-from mjax.train.trainer import Trainer
 
 # Metrics of a step that a record has in places of their own, or not at all.
 STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
-
-
-# What else of a run is set aside with its checkpoints.
-OF_RUN = "metrics.jsonl", "config.yaml", "wandb_id"
-
-
-@dataclass
-class TrainingRun:
-    """A training run in this process.
-
-    stream: what it trains on. held_out: evaluates on held-out data, or None without such data.
-    samples: what the model says to prompts, or None.
-    start: steps completed before this process. last: the step to stop after.
-    trained: steps of this process that changed the weights.
-    data_error: why there are no more batches.
-    """
-
-    trainer: Trainer
-    saver: Saver
-    suspects: Suspects
-    replicas: ReplicaCheck
-    diagnostics: Diagnostics
-    log: metrics.Log
-    stream: BatchStream
-    start: int
-    last: int
-    watchdog: Watchdog
-    profiler: Profiler
-    held_out: HeldOut | None = None
-    samples: Samples | None = None
-    clock: metrics.Clock = field(default_factory=metrics.Clock)
-    host: HostTime = field(default_factory=HostTime)
-    trained: int = 0
-    data_error: UserError | None = None
-
-    @property
-    def cfg(self) -> Config:
-        return self.trainer.cfg
-
-
-@dataclass(frozen=True)
-class DispatchedStep:
-    """A step that the device may still be computing.
-
-    metrics: scalars on the device. stop_reason: GO_ON or why all processes stop, on the device.
-    host: what all processes measured, on the device, if the step is logged.
-    """
-
-    step: int
-    batch: HostBatch
-    metrics: dict[str, jax.Array]
-    stop_reason: jax.Array | int
-    host: jax.Array | np.ndarray | None = None
-    figures: Figures | None = None  # the metrics on the host, once the step is settled
 
 
 def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = from_config) -> None:
@@ -116,14 +59,18 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
     `ReplicasDiffer` when a device errs.
     """
     stopper = Stopper(cfg.train.max_minutes)
-    metrics.require_sinks(cfg.log)
-    trainer = Trainer(cfg, mesh)
+    require_trackers(cfg.log)
+    require_opentelemetry(cfg.log.opentelemetry)
+    wall = WallTime(Spans(cfg.run.dir if cfg.log.opentelemetry else None))
+    trainer = trainer_of(cfg, mesh)
     cfg = trainer.cfg  # mesh: auto is resolved in it
     with (
         run_folder(cfg) as folder,
         RunLock(folder) as lock,
         quiet_saves(),
         contextlib.closing(metrics.Log()) as log,
+        contextlib.closing(wall),
+        explained(trainer),
     ):
         note = resume(trainer)
         last = final_step(cfg)
@@ -132,6 +79,7 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
         held_out = held_out_of(trainer, batches, record)
         bound_documents(trainer, batches)
         samples = samples_of(trainer)
+        tasks = tasks_of(cfg, trainer.definition, trainer.mesh)
         is_resumed = trainer.step_number > 0
         if trainer.state is None:
             trainer.init()
@@ -143,8 +91,10 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
             log.say(f"nothing left to train: step {trainer.step_number} of {last}; raise {key}")
             trainer.store.apply_retention()  # of a run that was killed as it ended
             return
-        run = start_run(trainer, lock, log, batches, last)
-        run.held_out, run.samples = held_out, samples
+        if cfg.checkpoint.resume != "never":
+            wall.go_on(folder / GOODPUT_FILE, trainer.step_number)
+        run = start_run(trainer, lock, log, wall, batches, last)
+        run.held_out, run.samples, run.tasks = held_out, samples, tasks
         if is_resumed:
             log.keep_event(run.start, note)
         if is_resumed and (line := changes(trainer)):
@@ -157,49 +107,7 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
             if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
                 log.say(line)
             say_samples(run)
-
-
-def bound_documents(trainer: Trainer, batches: RunBatches) -> None:
-    """Promise the trainer's programs how many documents the rows of a run hold at most."""
-    padding = trainer.cfg.model.architecture.reads_target  # behind the documents of a row
-    for stream in filter(None, (batches.training, batches.held_out)):
-        padded = stream.padded or (padding and stream.max_documents == 1)
-        trainer.programs.bound_documents(stream.max_documents + padding, padded)
-
-
-def start_run(
-    trainer: Trainer, lock: RunLock, log: metrics.Log, batches: RunBatches, last: int
-) -> TrainingRun:
-    """Returns the run up to step `last`; an earlier run's files stay until a step is trained."""
-    cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
-    store.read_sources()
-    if jax.process_index() == 0:
-        store.remove_remains()
-    log.open(cfg, lock.path.parent, last, start)
-    for line in filter(None, (os.environ.get(RESTART_NOTE), lock.note)):
-        log.event(start, line)
-    if cfg.checkpoint.async_save:
-        reserve_host_memory(trainer.abstract_state())
-    watchdog = Watchdog(cfg.train.step_timeout_minutes)
-    limit = cfg.checkpoint.max_failed_saves
-    saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
-    replicas = ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval)
-    describe = batches.training.describe
-    suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, describe)
-    profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)
-    return TrainingRun(
-        trainer=trainer,
-        saver=saver,
-        suspects=suspects,
-        replicas=replicas,
-        diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
-        profiler=profiler,
-        log=log,
-        stream=batches.training,
-        start=start,
-        last=last,
-        watchdog=watchdog,
-    )
+        log.say(wall.line())
 
 
 def train_steps(run: TrainingRun, stopper: Stopper) -> int:
@@ -208,7 +116,8 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     batches = run.stream.batches(run.start, run.last - run.start, trainer.local_rows)
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        ahead = placed_ahead(partial(placed_by, run), run.host.waiting(batches))
+        waited = run.host.waiting(run.wall.waiting(batches))
+        ahead = placed_ahead(partial(placed_by, run), waited)
         ready = until_data_fails(run, ahead)
         for step, (batch, placed) in enumerate(ready, start=run.start + 1):
             run.profiler.begin(step)
@@ -230,17 +139,14 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
             run.replicas.ask_if_due(step)
             previous = current
             # The first step compiles, so the clock starts after it.
-            is_looked_at = is_evaluated(run, step) or is_sampled(run, step)
-            must_settle = is_looked_at or is_saved(run, step) or step == run.start + 1
+            must_settle = is_looked_at(run, step) or is_saved(run, step) or step == run.start + 1
             if stop_reason != GO_ON or must_settle:
                 stop_reason = max(stop_reason, complete(run, settle(run, current)[0]))
                 previous = None
                 if stop_reason != GO_ON:
                     return stop_reason  # `finish` evaluates and saves
                 with run.clock.paused():
-                    loss = evaluate(run) if is_evaluated(run, step) else None
-                    if is_sampled(run, step):
-                        say_samples(run)
+                    loss = look_at(run, step)
                     if is_saved(run, step):
                         save(run, step, loss)
                 if loss is not None and run.held_out.early_stop.is_due:
@@ -257,10 +163,12 @@ def dispatch(
     `is_open`: see `Trainer.step`.
     """
     if is_first := step == run.start + 1:
+        run.wall.switch("compile")
         run.log.say("compiling the training step, which takes minutes for a large model")
     began = time.monotonic()
     with run.host.dispatching():
         computed = run.trainer.step(batch, run.suspects.judge.most_loss(), is_open)
+    run.wall.idle.dispatched(computed["loss"])
     if is_first:
         run.log.say(f"compiled in {duration(time.monotonic() - began)}; running step {step}")
     return computed
@@ -282,6 +190,32 @@ def is_sampled(run: TrainingRun, step: int) -> bool:
     return _is_due(step, run.cfg.train.sample_interval) and step != run.last
 
 
+def is_scored(run: TrainingRun, step: int) -> bool:
+    """Whether tasks are scored after a step, but for the last."""
+    return _is_due(step, run.cfg.train.eval_tasks_interval) and step != run.last
+
+
+def is_looked_at(run: TrainingRun, step: int) -> bool:
+    """Whether the model is measured after a step, or its devices are."""
+    is_measured = is_evaluated(run, step) or is_sampled(run, step) or is_scored(run, step)
+    return is_measured or run.devices.is_due(step)
+
+
+def look_at(run: TrainingRun, step: int) -> float | None:
+    """Measure what is due after a step; returns the held-out loss, if it is."""
+    loss = evaluate(run) if is_evaluated(run, step) else None
+    if is_sampled(run, step):
+        say_samples(run)
+    if is_scored(run, step):
+        score_tasks(run)
+    if run.devices.is_due(step):
+        record, line = run.devices.measure()
+        run.log.keep_figures({"step": step, **record, "time": time.time()})
+        if line:
+            run.log.event(step, line)
+    return loss
+
+
 def is_saved(run: TrainingRun, step: int) -> bool:
     """Whether a checkpoint follows a step, in whatever tier, but for the last."""
     cfg = run.cfg.checkpoint
@@ -291,11 +225,13 @@ def is_saved(run: TrainingRun, step: int) -> bool:
 
 def save(run: TrainingRun, step: int, held_out_loss: float | None) -> None:
     """Save a step whose replicas agree: in run.dir if that is due, else in the local tier."""
-    run.replicas.require_equal(step)
-    if _is_due(step, run.cfg.checkpoint.interval):
-        run.saver.save(held_out_loss)
-    else:
-        run.saver.save_local()
+    with run.wall.spent("checkpoint", step=step):
+        run.replicas.require_equal(step)
+        if _is_due(step, run.cfg.checkpoint.interval):
+            run.saver.save(held_out_loss)
+        else:
+            run.saver.save_local()
+    run.wall.write()
 
 
 def settle(
@@ -337,6 +273,8 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
     run.watchdog.ended(step)
     if step == run.start + 1:
         take_folder(run)
+        run.wall.switch(TRAINING)
+    run.wall.trained(step)
     run.replicas.read(step)
     run.diagnostics.write(step)
     _, count = batch_range(cfg.train, step - 1)
@@ -357,32 +295,6 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
     return run.saver.react(int(dispatched.stop_reason))
 
 
-def take_folder(run: TrainingRun) -> None:
-    """Set aside what an earlier run left, if asked to, once a step has been trained."""
-    checkpoints = run.trainer.checkpoints
-    if run.cfg.checkpoint.resume == "never":
-        old = checkpoints.store.set_aside(*OF_RUN)
-        if old is not None:
-            run.log.event(run.start, f"earlier checkpoints are now in {old}, their log beside it")
-    if checkpoints.source is not checkpoints.local:
-        checkpoints.clear_local()
-    checkpoints.claim_local()
-    if jax.process_index() == 0:
-        write_config(run)
-
-
-def write_config(run: TrainingRun) -> None:
-    """Keep the config of a run that has trained a step, and what of it was chosen for "auto"; not
-    worth ending it for.
-    """
-    file = run.saver.lock.path.with_name("config.yaml")
-    chosen = [f"# {line}\n" for line in (run.trainer.why or "").splitlines()]
-    try:
-        replace_text(file, "".join(chosen) + dump(run.cfg))
-    except OSError as e:
-        warn(f"{file} cannot be written ({reason(e)}); training goes on")
-
-
 def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> metrics.Record:
     """The log record of a step; its speed is that since the record before."""
     cfg = run.cfg
@@ -401,6 +313,7 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
     if steps:
         record |= metrics.speed(cfg, tokens, seconds)
     record["memory_gb"] = metrics.peak_memory_gb()
+    record["goodput"] = run.wall.goodput()
     record["time"] = time.time()
     return record
 
@@ -413,7 +326,8 @@ def evaluate(run: TrainingRun) -> float | None:
     if run.held_out.last_step == step:  # as the run stops for it
         return run.held_out.last_loss
     run.watchdog.doing("evaluating")
-    record = run.held_out.loss(run.watchdog.beat)
+    with run.wall.spent("evaluation", step=step):
+        record = run.held_out.loss(run.watchdog.beat)
     run.log.write({"step": step, **record, "time": time.time()})
     if record["eval_loss"] is None:
         run.log.event(step, run.held_out.nothing())
@@ -422,9 +336,39 @@ def evaluate(run: TrainingRun) -> float | None:
 
 def say_samples(run: TrainingRun) -> None:
     """Print what the model says to the prompts of the run, if it has any."""
+    if run.samples is None:
+        return
     run.watchdog.doing("sampling")
-    for line in run.samples.lines() if run.samples is not None else ():
-        run.log.say(line)
+    with run.wall.spent("evaluation"):
+        for line in run.samples.lines():
+            run.log.say(line)
+
+
+def score_tasks(run: TrainingRun) -> None:
+    """Score the tasks of the run, if it has any."""
+    if run.tasks is None:
+        return
+    step = run.trainer.step_number
+    run.watchdog.doing("scoring tasks")
+    with run.wall.spent("evaluation", step=step):
+        scores = run.tasks.scores(run.trainer.params(), run.watchdog.beat)
+    run.log.keep_figures({"step": step, **scores, "time": time.time()})
+    for name, value in scores.items():
+        run.log.say(f"step {step}: {name} {value:.4f}")
+
+
+def measure_test(run: TrainingRun) -> None:
+    """Measure the loss of the third share of the data, if the run is to."""
+    if run.test is None:
+        return
+    step = run.trainer.step_number
+    run.watchdog.doing("measuring the test loss")
+    with run.wall.spent("evaluation", step=step):
+        found = losses_of(run.trainer, run.test, run.cfg.train.test_steps, run.watchdog.beat)
+    record = {f"test_{name}": value for name, value in found.items()}
+    run.log.keep_figures({"step": step, **record, "time": time.time()})
+    loss, tokens = found["loss"], found["tokens"]
+    run.log.say(f"test loss {'none' if loss is None else f'{loss:.4f}'} over {tokens:,} tokens")
 
 
 def finish(run: TrainingRun, stop_reason: int) -> float | None:
@@ -433,10 +377,16 @@ def finish(run: TrainingRun, stop_reason: int) -> float | None:
         raise run.data_error
     is_hurried = stop_reason == SIGNALED or run.data_error is not None
     loss = None if is_hurried else evaluate(run)
-    run.replicas.require_equal(run.trainer.step_number)
-    run.saver.save_last(loss)
-    run.trainer.checkpoints.clear_local()
+    with run.wall.spent("checkpoint", step=run.trainer.step_number):
+        run.replicas.require_equal(run.trainer.step_number)
+        run.saver.save_last(loss)
+        run.trainer.checkpoints.clear_local()
     run.watchdog.beat()
+    if not is_hurried:
+        measure_test(run)
+        score_tasks(run)
+    if stop_reason in (GO_ON, NO_BETTER):
+        run.wall.end()
     if run.data_error is not None:
         raise run.data_error
     end = "finished" if stop_reason == GO_ON else "stopped"
@@ -447,46 +397,6 @@ def finish(run: TrainingRun, stop_reason: int) -> float | None:
     if line := trained_nothing(run):
         run.log.event(run.trainer.step_number, line)
     return loss
-
-
-def trained_nothing(run: TrainingRun) -> str:
-    """A line on a start that trained nothing, for all of its steps were left out, or ""."""
-    if run.trained:
-        return ""
-    count, precision = run.trainer.step_number - run.start, run.cfg.precision
-    line = f"WARNING: none of {count} steps changed a weight: all were left out"
-    if precision.compute == "float16":
-        line += (
-            "; gradients overflowed while the loss scale came down: train for more steps, or "
-            f"lower precision.initial_loss_scale={precision.initial_loss_scale:g}"
-        )
-    return line
-
-
-def run_summary(trainer: Trainer) -> str:
-    """Lines on the model and the mesh of a run, and on what was chosen for "auto"."""
-    cfg, mesh = trainer.cfg, trainer.mesh
-    flops = flops_of_run(cfg)
-    axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
-    shape = " ".join(axes) or "one device"
-    weights = as_weights(trainer.specs)
-    parameters = f"{count_parameters(weights):,} parameters"
-    if cfg.train.freeze or cfg.lora.rank:
-        parameters += f" ({count_frozen(weights):,} frozen)"
-    lines = [
-        f"{parameters}, {flops:.4g} FLOPs a token, "
-        f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
-        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
-    ]
-    if cfg.model.moe.force_balanced:
-        lines.append(
-            "WARNING: model.moe.force_balanced=true: experts take turns, for benchmarks; what is "
-            "trained is of no use"
-        )
-    lines += wide_adapters(trainer.specs)
-    if trainer.why:
-        lines.append(trainer.why)
-    return "\n".join(lines)
 
 
 def is_logged(run: TrainingRun, step: int) -> bool:

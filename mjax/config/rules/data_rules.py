@@ -1,8 +1,10 @@
 """The rules about `data`, `run` and `checkpoint`: a part of the table of rules (`validate.py`)."""
 
+import re
 from collections.abc import Iterator
 
 from mjax.config.languages.paths import MIRROR_IT, NEEDS_FILES, is_address
+from mjax.config.languages.rehearsal import parse_fault
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -93,6 +95,44 @@ def held_out_data(c: Config) -> Iterator[str]:
     has_data = c.data.mock or others or c.data.split[1] > 0
     if c.train.eval_interval is not None and not has_data:
         yield "`train.eval_interval` but no data is held out: `data.split`"
+
+
+@rule("give it a third share, or set train.test_steps=0")
+def third_share_is_left(c: Config) -> Iterator[str]:
+    if c.train.test_steps and not c.data.mock and c.data.split[2] == 0:
+        yield "`train.test_steps` but no data is left for them: `data.split`"
+
+
+@rule("give each a short name of letters, digits, _, . and -")
+def names_of_sets(c: Config) -> Iterator[str]:
+    for name in c.data.eval_sets:
+        if not re.fullmatch(r"[\w.-]{1,64}", name):
+            yield f"data.eval_sets: {name!r} is no name of a field in the log"
+
+
+@rule("train on data.paths, data.text or data.conversations, or leave data.eval_sets out")
+def sets_are_of_texts(c: Config) -> Iterator[str]:
+    data, is_read = c.data, c.data.paths or c.data.text or c.data.conversations.path
+    takes_pairs = c.train.objective == "classify" or c.model.architecture.reads_neighbors
+    if data.eval_sets and (not is_read or takes_pairs):
+        yield "data.eval_sets holds sets of another kind than the training data"
+
+
+@rule("write FAULT@STEP or FAULT@STEP:PROCESS with nan, nan_once, bit_flip, hang or die")
+def rehearsed_faults(c: Config) -> Iterator[str]:
+    for text in c.run.rehearse:
+        fault = parse_fault(text)
+        if fault is None or (fault.process and fault.kind.startswith("nan")):
+            yield f"run.rehearse: {text!r} is no fault that a run can rehearse"
+
+
+@rule("set that key, or rehearse another fault")
+def rehearsed_faults_are_seen(c: Config) -> Iterator[str]:
+    kinds = {fault.kind for fault in map(parse_fault, c.run.rehearse) if fault}
+    if "bit_flip" in kinds and c.train.check_replicas_interval is None:
+        yield "run.rehearse: nothing would see bit_flip with `train.check_replicas_interval`"
+    if "hang" in kinds and c.train.step_timeout_minutes is None:
+        yield "run.rehearse: nothing would end hang with `train.step_timeout_minutes`"
 
 
 @rule("set data.tokenizer, for example byte or train:4096")

@@ -282,6 +282,9 @@ NEEDS = (
     _objective("train.loss_divisor", "next_token", "masked_lm"),
     _objective("train.neftune_alpha", "next_token"),
     _value("train.early_stop", "train.eval_interval"),
+    _value("data.eval_sets", "train.eval_interval"),
+    _value("train.eval_tasks_interval", "train.eval_tasks"),
+    Need("train.test_steps", "data.valid_paths", "no held-out data of its own", _is_split),
     _value("train.sample_interval", "train.sample_prompt"),
     Need(
         "mesh: pipeline_layout pipeline_account_for virtual_stages",

@@ -1,8 +1,8 @@
 """Every key a user may set, as one frozen pydantic tree; a YAML file mirrors it one to one.
 
-The keys of a model, group `model`, are in `model.py`. Invariant: unknown keys are forbidden
-and values are never coerced across types (a string is not a number). Names are Megatron-LM's words
-for parallelism. Rules across groups live in `validate.py`.
+The keys of group `model` are in `model.py`, those of `log` in `log.py`. Invariant: unknown keys are
+forbidden and values are never coerced across types (a string is not a number). Names are
+Megatron-LM's words for parallelism. Rules across groups live in `validate.py`.
 """
 
 from typing import Annotated, Any, Literal, get_args
@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
+from mjax.config.schema.log import LogConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
 from mjax.config.schema.sizes import StepKey, UpTo20, UpTo24, UpTo28
@@ -27,6 +28,10 @@ class RunConfig(Group):
     """Modules that are imported first, with a mixer say (docs/develop/adding-a-model.md)."""
     deterministic: bool = False
     """Equal runs give equal bits on GPUs too, at a cost (docs/train/debugging.md)."""
+    rehearse: list[str] = []
+    """Faults put into this run, as FAULT@STEP or FAULT@STEP:PROCESS: nan, nan_once, bit_flip, hang
+    or die, e.g. [nan@10, die@20:1] (docs/train/failures.md).
+    """
 
 
 class MeshConfig(Group):
@@ -179,7 +184,12 @@ class DataConfig(Group):
     """
     valid_paths: list[PathText] = []
     """Held-out prefixes, or files of conversations; empty: use `split`."""
+    eval_sets: dict[str, PathText | list[PathText]] = {}
+    """Further held-out sets by name, each as `valid_paths`, whose losses are logged apart:
+    {code: data/code, law: [data/a, data/b]}.
+    """
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
+    """Shares of documents for training, evaluations and the test at the end (train.test_steps)."""
     text: PathText | None = None
     """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) or parquet file, a Hugging Face data
     set, an address (s3://, gs://, hf://datasets/ORG/NAME), or 'stdlib' (Python's own sources).
@@ -322,6 +332,14 @@ class TrainConfig(Group):
     eval_interval: int | None = Field(None, ge=1)
     """Steps between evaluations."""
     eval_steps: UpTo28 = Field(10, ge=1)
+    eval_tasks: dict[str, Annotated[int, Field(ge=1)] | None] = {}
+    """Tasks of lm-evaluation-harness and how many documents of each to score (null: all), e.g.
+    {arc_easy: 200, my/folder/task: null}; needs mjax[lm-eval].
+    """
+    eval_tasks_interval: int | None = Field(None, ge=1)
+    """Steps between scores of those tasks; None: only at the end."""
+    test_steps: UpTo28 = Field(0, ge=0)
+    """Batches of the third share of data.split, for a loss that is measured at the end."""
     early_stop: int | None = Field(None, ge=1)
     """Stop after so many evaluations in a row without a lower held-out loss."""
     remat: str = "auto"
@@ -443,22 +461,6 @@ class PrecisionConfig(Group):
     """First and last layers left in `compute`."""
     fp8_experts: bool = False
     """Round experts, too; else they are left in `compute`."""
-
-
-class LogConfig(Group):
-    """Sinks; JSON lines and the console are always on."""
-
-    interval: int = Field(10, ge=1)
-    diagnostics_interval: int | None = Field(None, ge=1)
-    """Steps between records of the norms of each layer and of the gradient noise; each costs up to
-    three steps (docs/train/debugging.md).
-    """
-    tensorboard: bool = False
-    wandb_project: str | None = None
-    peak_tflops: float | None = Field(None, gt=0)
-    """For MFU; None: known chips."""
-    profile_steps: list[int] | None = None
-    """[first, last] step of a trace in run.dir/profile."""
 
 
 class Config(Group):

@@ -9,21 +9,20 @@ clock stands still while a run compiles, evaluates or saves.
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 
 from mjax.config.schema.run import Config, LogConfig
-from mjax.errors import UserError, or_user_error
+from mjax.errors import or_user_error
 from mjax.files import replace_text
 from mjax.models.flops import flops_of_run
 from mjax.plan.chips import chip_of_kind
 from mjax.run.monitor.console import LEGEND, Console
 from mjax.run.monitor.log_writer import JsonLines, LogWriter, Sink, close_output, print_line
+from mjax.run.monitor.trackers import TrackedRun, tracker_writers
 
 Record = dict[str, float | int | str | list[float] | None]
 
@@ -98,7 +97,7 @@ class Clock:
 
 
 class Log:
-    """Fans records out to the console, `metrics.jsonl` and the sinks that `cfg.log` asks for.
+    """Fans records out to the console, `metrics.jsonl` and the trackers that `cfg.log` asks for.
 
     Each has a thread of its own (`log_writer.py`). Processes other than process 0 log nothing.
     """
@@ -120,16 +119,12 @@ class Log:
         self.say(LEGEND)
 
     def _open_sinks(self, cfg: Config, run_dir: Path, start_step: int) -> None:
-        """Open what records go to; raises `UserError`."""
+        """Open the log; trackers are opened by their first record. Raises `UserError`."""
         with or_user_error(
             f"{run_dir}: the log cannot be opened: {{reason}}; free space or mend the folder"
         ):
             self._events = LogWriter("metrics.jsonl", *jsonl_sink(run_dir, start_step))
-            if cfg.log.tensorboard:
-                sink = tensorboard_sink(run_dir / "tensorboard", start_step)
-                self._figures.append(LogWriter("tensorboard", *sink))
-            if cfg.log.wandb_project:
-                self._figures.append(LogWriter("wandb", *wandb_sink(cfg, run_dir, start_step)))
+            self._figures = tracker_writers(TrackedRun(cfg, run_dir, start_step))
         for event in self._early:
             self._events(event)
 
@@ -177,14 +172,6 @@ class Log:
             writer.close()
 
 
-def require_sinks(log: LogConfig) -> None:
-    """Raise `UserError`, before a run has begun, if a sink that it asks for is not installed."""
-    if log.tensorboard and find_spec("tensorboardX") is None:
-        raise UserError("log.tensorboard needs tensorboardX; pip install 'mjax[tensorboard]'")
-    if log.wandb_project and find_spec("wandb") is None:
-        raise UserError("log.wandb_project needs wandb; pip install 'mjax[wandb]'")
-
-
 def jsonl_sink(run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
     """(a function that appends a record as a line of JSON, a function that ends it).
 
@@ -209,60 +196,3 @@ def _stays(line: str, start_step: int) -> bool:
         return is_old_event or record["step"] <= start_step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """(a function that writes a record for TensorBoard, a function that closes the file).
-
-    Curves of a killed run after `start_step` are hidden.
-    """
-    # Its SummaryWriter writes in a thread that dies of a full disk; then every call blocks.
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = EventsWriter(str(folder / "events"))
-    start = SessionLog(status=SessionLog.START)
-    writer.write_event(Event(wall_time=time.time(), step=start_step + 1, session_log=start))
-    writer.flush()
-
-    def write(record: Record) -> None:
-        scalars = _scalars(record)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars]
-        summary = Summary(value=values)
-        writer.write_event(Event(wall_time=time.time(), step=record["step"], summary=summary))
-        writer.flush()
-
-    return write, writer.close
-
-
-def wandb_sink(cfg: Config, run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """(a function that sends a record to Weights & Biases, a function that ends the run there).
-
-    A resumed run continues under the id that is kept in the run folder.
-    """
-    import wandb
-
-    id_file = run_dir / "wandb_id"
-    if start_step == 0 or not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex)
-    run = wandb.init(
-        project=cfg.log.wandb_project,
-        name=run_dir.name,
-        id=id_file.read_text(),
-        resume="allow",
-        dir=str(run_dir),
-        config=cfg.model_dump(mode="json"),
-    )
-
-    def write(record: Record) -> None:
-        run.log(dict(_scalars(record)), step=record["step"])
-
-    return write, run.finish
-
-
-def _scalars(record: Record) -> list[tuple[str, float]]:
-    """(name, value) of all known values but the step and lists."""
-    known = {name: v for name, v in record.items() if v is not None and not isinstance(v, list)}
-    return [(name, v) for name, v in known.items() if name != "step"]

@@ -1,8 +1,8 @@
 """A profile of some steps of a run: those of `log.profile_steps`, or the next ones on SIGUSR2.
 
 Process 0 follows the config; a signal is followed by the process that receives it. The trace is
-written by `jax.profiler` into RUN/profile/step_N. Invariant: no profile is worth the run: one that
-fails is said in a line.
+written by `jax.profiler` into RUN/profile/step_N, with a profile of the memory. Invariant: no
+profile is worth the run: one that fails is said in a line.
 """
 
 import signal
@@ -91,6 +91,7 @@ class Profiler:
         except Exception as e:
             self._fail(e)
             return
+        save_memory_profile(target)
         text = f"profile of steps {self._first} to {step}: {target}"
         if jax.process_index() > 0:
             warn(text)
@@ -101,3 +102,15 @@ class Profiler:
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._is_signaled = True
+
+
+def save_memory_profile(folder: Path) -> Path | None:
+    """Save what holds the memory of this process's devices now, for pprof; None where it fails."""
+    file = folder / f"memory.{jax.process_index()}.prof"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.save_device_memory_profile(str(file))
+    except Exception as e:
+        warn(f"no profile of the memory ({reason(e)}); training goes on")
+        return None
+    return file

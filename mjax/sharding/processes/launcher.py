@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mjax.errors import UserError
 
 # Launcher -> variables with: all processes, number of this one, those on this node, number there.
-# mpirun inside a Slurm job shows both; Open MPI is then the one that counts.
+# mpirun inside a Slurm job shows both; MPI is then the one that counts.
 LAUNCHERS = {
     "JAX_*": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "", ""),
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
@@ -24,6 +24,8 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
+    # Intel MPI, too. Slurm's own PMI shows the first two, but these have the last one.
+    "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     "Slurm": (
         "SLURM_STEP_NUM_TASKS",
         "SLURM_PROCID",
@@ -115,7 +117,8 @@ def gpus_of_process(run: Processes, env: Mapping[str, str]) -> list[int] | None:
 def _launcher(env: Mapping[str, str]) -> str | None:
     """The launcher whose variables are set."""
     for launcher, names in LAUNCHERS.items():
-        if all(name in env for name in names[:2]):
+        needed = names if launcher == "MPICH" else names[:2]
+        if all(name in env for name in needed):
             return launcher
     return None
 
@@ -128,7 +131,8 @@ def _coordinator(env: Mapping[str, str], launcher: str, local_count: int) -> str
     of_job = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "Slurm" else ("PMIX_NAMESPACE",)
     job = "/".join(env.get(name, "") for name in of_job)
     port = 61440 + zlib.crc32(job.encode()) % 4096
-    if launcher == "Open MPI" and _number(env, "OMPI_COMM_WORLD_SIZE") == local_count:
+    is_mpi = launcher in ("Open MPI", "MPICH")
+    if is_mpi and _number(env, LAUNCHERS[launcher][0]) == local_count:
         return f"127.0.0.1:{port}"
     nodes = env.get("SLURM_STEP_NODELIST") if launcher == "Slurm" else env.get("SLURM_JOB_NODELIST")
     first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes or "")  # node[07-09,12],other

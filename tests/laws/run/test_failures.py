@@ -20,10 +20,10 @@ from mjax.checkpoint.store import OUTDATED, SaveFailed
 from mjax.config import load
 from mjax.data import IndexedDatasetWriter
 from mjax.errors import NonFiniteLoss, UserError
-from mjax.run import loop
+from mjax.run import training_run
 from mjax.run.faults import run_lock, saving
 from mjax.run.loop import train
-from mjax.run.monitor import log_writer, metrics
+from mjax.run.monitor import goodput, log_writer, metrics, trackers
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
@@ -186,9 +186,10 @@ def fail(*_args, **_kwargs):
 
 BROKEN_WRITES = [
     (log_writer.JsonLines, "flush", "metrics.jsonl"),
-    (loop, "replace_text", "config.yaml"),
+    (training_run, "replace_text", "config.yaml"),
     (metrics, "print_line", "standard output"),
-    (metrics, "tensorboard_sink", "tensorboard"),
+    (goodput, "replace_text", "goodput.json"),
+    (trackers, "TRACKERS", "tensorboard"),
 ]
 
 
@@ -199,7 +200,9 @@ BROKEN_WRITES = [
 def test_a_log_that_cannot_be_written_is_not_worth_the_run(
     tmp_path, unbroken, monkeypatch, capfd, module, name, place
 ):
-    broken = (lambda *_: (fail, fail)) if name.endswith("sink") else fail
+    broken = fail
+    if name == "TRACKERS":
+        broken = (trackers.TRACKERS[0]._replace(open=fail),)
     monkeypatch.setattr(module, name, broken)
     run(tmp_path, "train.steps=6", "checkpoint.interval=2", "log.tensorboard=true")
     lines = [line for line in capfd.readouterr().err.splitlines() if "cannot be written" in line]

@@ -13,7 +13,6 @@ from mjax.run.faults.suspect import FEWEST_LOSSES, Judge
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.faults import corrupt
 from tests.laws.run.test_failures import events, losses
 from tests.marks import slow
 from tests.tiny import TINY
@@ -70,10 +69,9 @@ def assert_equal(got, want) -> None:
 
 
 @slow
-def test_a_transient_fault_is_repeated_and_leaves_no_trace(tmp_path, monkeypatch, run):
+def test_a_transient_fault_is_repeated_and_leaves_no_trace(tmp_path, run):
     want = run(tmp_path / "sound")
-    corrupt(monkeypatch, [1, BAD, 5], times=1)
-    got = run(tmp_path / "hit")
+    got = run(tmp_path / "hit", "run.rehearse=[nan_once@1, nan_once@4, nan_once@5]")
     assert_equal(got, want)
     assert losses(tmp_path / "hit") == losses(tmp_path / "sound")
     lines = events(tmp_path / "hit")
@@ -81,9 +79,8 @@ def test_a_transient_fault_is_repeated_and_leaves_no_trace(tmp_path, monkeypatch
 
 
 @slow
-def test_a_bad_batch_is_left_out(tmp_path, monkeypatch, run):
-    corrupt(monkeypatch, [BAD, STEPS])
-    got = run(tmp_path, "train.on_suspect=skip")
+def test_a_bad_batch_is_left_out(tmp_path, run):
+    got = run(tmp_path, "train.on_suspect=skip", f"run.rehearse=[nan@{BAD}, nan@{STEPS}]")
     assert_equal(got, by_hand(tmp_path / "x", 1, 2, 3, 5, 6))
     assert [line.partition(":")[0] for line in events(tmp_path)] == ["step 4", "step 7"]
     assert "loss nan" in events(tmp_path)[0] and "its batch is left out" in events(tmp_path)[0]
@@ -93,19 +90,18 @@ def test_a_bad_batch_is_left_out(tmp_path, monkeypatch, run):
 
 
 @slow
-def test_weights_go_back_to_the_newest_checkpoint(tmp_path, monkeypatch, run):
-    corrupt(monkeypatch, [BAD])
-    got = run(tmp_path, "train.on_suspect=roll_back")
+def test_weights_go_back_to_the_newest_checkpoint(tmp_path, run):
+    got = run(tmp_path, "train.on_suspect=roll_back", f"run.rehearse=[nan@{BAD}]")
     assert_equal(got, by_hand(tmp_path / "x", 1, 2, 5, 6, 7))
     (line,) = events(tmp_path)
     assert f"the weights are those of {tmp_path}/checkpoints/2" in line
 
 
 @slow
-def test_too_many_suspect_steps_end_the_run(tmp_path, monkeypatch, run):
-    corrupt(monkeypatch, [3, 4, 5])
+def test_too_many_suspect_steps_end_the_run(tmp_path, run):
+    bad = "run.rehearse=[nan@3, nan@4, nan@5]"
     with pytest.raises(NonFiniteLoss, match=r"step 5: .* number 3 in 100 steps: .* samples 16 to"):
-        run(tmp_path, "train.on_suspect=skip", "train.max_suspects=2")
+        run(tmp_path, "train.on_suspect=skip", "train.max_suspects=2", bad)
 
 
 def test_a_step_above_the_limit_without_a_token_or_behind_a_closed_gate_changes_nothing(tmp_path):

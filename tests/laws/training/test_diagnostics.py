@@ -17,7 +17,7 @@ from mjax.models.moe.router import Routing
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.run.loop import train
 from mjax.run.monitor.diagnostics import Diagnostics, halves, noise_record, norm_record
-from mjax.run.monitor.metrics import _scalars
+from mjax.run.monitor.trackers import _scalars
 from mjax.sharding.mesh import make_mesh
 from mjax.train.layer_statistics import LAYER_STATISTICS, expert_record, layer_record
 from tests.laws.run.test_failures import records
@@ -155,7 +155,7 @@ def test_figures_of_experts_reach_the_log_of_a_run():
     load = json.loads(json.dumps(record))["expert_load/layers.3"]
     assert len(load) == trainer.cfg.model.moe.num_experts
     assert np.mean(load) == pytest.approx(1, abs=1e-4)
-    drawn_on_charts = dict(_scalars(record))
+    drawn_on_charts = _scalars(record)
     figures = {"expert_imbalance/layers.3", "expert_bias_range/layers.3", "grad_norm/embedding"}
     assert figures <= drawn_on_charts.keys() and "expert_load/layers.3" not in drawn_on_charts
 

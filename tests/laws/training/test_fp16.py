@@ -14,7 +14,7 @@ from mjax.prove import Cell, deviation, make_batch, make_trainer, replicas_ident
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.faults import corrupt, plant_in_gradients
+from tests.faults import plant_in_gradients
 from tests.laws.run.test_failures import events, records
 from tests.laws.run.test_processes import finish, losses, start
 from tests.marks import exhaustive, quick, slow
@@ -263,9 +263,8 @@ def test_what_no_scale_can_mend_ends_the_run(tmp_path, monkeypatch):
         plant_in_gradients(patch, range(1, 20), device=1)
         with pytest.raises(NonFiniteLoss, match=r"step 4: .* twice the same"):
             run(tmp_path / "least", "train.steps=8", "precision.min_loss_scale=256")
-    corrupt(monkeypatch, [2])
     with pytest.raises(NonFiniteLoss, match=r"step 2: loss nan.* twice the same"):
-        run(tmp_path / "loss", "train.steps=8")
+        run(tmp_path / "loss", "train.steps=8", "run.rehearse=[nan@2]")
 
 
 @exhaustive

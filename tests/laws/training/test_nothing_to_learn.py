@@ -22,7 +22,6 @@ from mjax.objectives.objective import objective_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.faults import corrupt
 from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_mimo import MIMO
@@ -234,13 +233,12 @@ def test_a_step_without_a_token_that_counts_ends_the_run_and_keeps_what_was_trai
 
 
 def test_a_suspect_step_that_ends_a_run_keeps_the_state_and_names_its_samples(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    corrupt(monkeypatch, [4])
     said = r"samples 12 to 15 .*: data.mock \(12\), .*\(15\); last good checkpoint: "
     said += f"{tmp_path}/checkpoints/3;"
     with pytest.raises(NonFiniteLoss, match=said):
-        run(tmp_path, "train.steps=6")
+        run(tmp_path, "train.steps=6", "run.rehearse=[nan@4]")
     assert steps(tmp_path) == ["3"]
 
 

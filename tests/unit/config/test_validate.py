@@ -442,6 +442,23 @@ BROKEN = {
         ["data.mock=false", "data.paths=[a]", "data.split=[1, 0, 0]", "train.eval_interval=5"],
         "train.eval_interval=5",
     ),
+    "third_share_is_left": (
+        ["data.mock=false", "data.paths=[a]", "data.split=[9, 1, 0]", "train.test_steps=5"],
+        "train.test_steps=5 but no data is left for them: data.split=[9.0, 1.0, 0.0]",
+    ),
+    "names_of_sets": (
+        ["data.eval_sets={'a b': x}", "train.eval_interval=5"],
+        "data.eval_sets: 'a b' is no name",
+    ),
+    "sets_are_of_texts": (
+        ["data.eval_sets={a: x}", "train.eval_interval=5"],
+        "data.eval_sets holds sets of another kind",
+    ),
+    "rehearsed_faults": (["run.rehearse=[nan@3, nan@3:1]"], "run.rehearse: 'nan@3:1' is no fault"),
+    "rehearsed_faults_are_seen": (
+        ["run.rehearse=[hang@3, bit_flip@2:1]"],
+        "nothing would see bit_flip with train.check_replicas_interval=None",
+    ),
     "text_needs_tokenizer": (["data.mock=false", "data.text=stdlib"], "set data.tokenizer"),
     "conversations_need_tokenizer": (
         ["data.mock=false", "data.conversations.path=a.jsonl"],
@@ -704,6 +721,19 @@ UNREAD = [
     (["precision.fp8_backend=te"], "precision.fp8_backend='te'", "precision.fp8='none'"),
     (["precision.hysteresis=1"], "precision.hysteresis=1", "precision.compute='bfloat16'"),
     (["schedule.wsd_decay_steps=9"], "schedule.wsd_decay_steps=9", "schedule.decay='cosine'"),
+]
+UNREAD += [
+    (
+        ["data.mock=false", "data.paths=[x]", "data.eval_sets={a: y}"],
+        "data.eval_sets={'a': 'y'}",
+        "train.eval_interval=None",
+    ),
+    (["train.eval_tasks_interval=2"], "train.eval_tasks_interval=2", "train.eval_tasks={}"),
+    (
+        ["data.mock=false", "data.paths=[x]", "data.valid_paths=[y]", "train.test_steps=2"],
+        "train.test_steps=2",
+        "data.valid_paths=['y']",
+    ),
 ]
 FILES = ["data.mock=false", "data.images.path=x", "data.tokenizer=byte"]
 UNREAD += [

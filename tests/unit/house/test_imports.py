@@ -15,7 +15,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[3] / "mjax"
 ROOMS = (
     "errors json_file files config sharding kernels models objectives pipeline optim plan data "
-    "checkpoint interop infer train run post generate export serve chat evaluate convert report "
+    "checkpoint interop infer evaluate train run post generate export serve chat convert report "
     "bench prove cli"
 ).split()
 FACES = ("__init__", "__main__")

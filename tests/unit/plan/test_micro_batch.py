@@ -18,7 +18,7 @@ from mjax.plan.auto import FRACTION, choose_memory_policy, choose_zero, propose_
 from mjax.plan.chips import named_chips
 from mjax.plan.execution import micro_batch_sizes
 from mjax.plan.memory import bytes_per_device
-from mjax.run.loop import write_config
+from mjax.run.training_run import write_config
 from mjax.train import Trainer
 from tests.marks import slow
 from tests.tiny import TINY

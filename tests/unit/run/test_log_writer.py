@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from mjax.config import load
 from mjax.files import replace_text
-from mjax.run.monitor import log_writer, metrics
+from mjax.run.monitor import log_writer, trackers
 from mjax.run.monitor.log_writer import JsonLines, LogWriter
 from tests.processes import start_process
 
@@ -92,13 +93,14 @@ def test_a_log_that_someone_removes_begins_anew(tmp_path):
 
 def test_tensorboard_takes_up_again_after_a_full_disk(tmp_path):
     pytest.importorskip("tensorboardX")
-    sink, close = metrics.tensorboard_sink(tmp_path, 0)
+    cfg = load(None, ["data.mock=true"])
+    tracker = trackers.open_tensorboard(trackers.TrackedRun(cfg, tmp_path, 0))
     with small_files(150), pytest.raises(OSError):
         for step in range(1, 5):
-            sink({"step": step, "loss": 0.5})
-    sink({"step": 9, "grad_norm": 0.5})
-    close()
-    (file,) = tmp_path.iterdir()
+            tracker.log({"loss": 0.5}, step)
+    tracker.log({"grad_norm": 0.5}, 9)
+    tracker.finish()
+    (file,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in file.read_bytes() and b"grad_norm" in file.read_bytes()
 
 

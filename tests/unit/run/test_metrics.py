@@ -1,9 +1,7 @@
 """Laws of the figures: FLOPs by hand, a clock that counts training only, a log without doubles."""
 
 import json
-import sys
 import time
-from types import ModuleType
 
 import jax
 import numpy as np
@@ -12,7 +10,6 @@ from flax import nnx
 
 from mjax.config import load
 from mjax.config.schema.run import LogConfig
-from mjax.errors import UserError
 from mjax.models import build, flops, split
 from mjax.run.monitor import metrics
 
@@ -196,45 +193,3 @@ def test_every_record_is_on_disk_at_once_and_is_standard_json(tmp_path):
         "step": 1, "loss": None, "grad_norm": None, "mfu": None
     }  # fmt: skip
     close()
-
-
-def test_tensorboard_gets_the_scalars(tmp_path):
-    pytest.importorskip("tensorboardX")
-    sink, close = metrics.tensorboard_sink(tmp_path, 0)
-    sink({"step": 3, "loss": 0.5, "mfu": None})
-    close()
-    (events,) = tmp_path.iterdir()
-    assert b"loss" in events.read_bytes() and b"mfu" not in events.read_bytes()
-
-
-def test_wandb_goes_on_under_one_id(tmp_path, monkeypatch):
-    class FakeRun:
-        def __init__(self):
-            self.logged = []
-
-        def log(self, scalars, step):
-            self.logged.append((step, scalars))
-
-        def finish(self):
-            self.finished = True
-
-    calls, fake, run = [], ModuleType("wandb"), FakeRun()
-    fake.init = lambda **kwargs: calls.append(kwargs) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    cfg = load(None, ["data.mock=true", "log.wandb_project=p"])
-    for start in (0, 4, 0):
-        sink, close = metrics.wandb_sink(cfg, tmp_path, start)
-        sink({"step": start + 1, "loss": 0.5, "mfu": None})
-        close()
-    assert run.logged == [(1, {"loss": 0.5}), (5, {"loss": 0.5}), (1, {"loss": 0.5})]
-    first, resumed, anew = (call["id"] for call in calls)
-    assert first == resumed != anew and calls[0]["project"] == "p"
-
-
-def test_a_missing_sink_is_one_line_before_the_run(monkeypatch):
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    metrics.require_sinks(LogConfig())
-    with pytest.raises(UserError, match=r"wandb_project needs wandb; pip install 'mjax\[wandb\]'"):
-        metrics.require_sinks(LogConfig(wandb_project="p"))
-    with pytest.raises(UserError, match=r"pip install 'mjax\[tensorboard\]'"):
-        metrics.require_sinks(LogConfig(tensorboard=True))

@@ -55,6 +55,18 @@ def test_slurm_and_open_mpi():
     assert one_node.coordinator.startswith("127.0.0.1:")
 
 
+def test_mpich_and_the_pmi_of_slurm():
+    mpich = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+    found = find_processes(mpich)
+    assert found.coordinator.startswith("127.0.0.1:") and found.count == 2
+    assert (found.index, found.local_count, found.local_index) == (1, 2, 1)
+    inside = find_processes(SLURM | mpich | {"MPI_LOCALNRANKS": "1", "SLURM_JOB_NODELIST": "a,b"})
+    assert inside.coordinator.startswith("a:") and inside.count == 2
+    of_slurm = {name: mpich[name] for name in ("PMI_SIZE", "PMI_RANK")}
+    assert find_processes(SLURM | of_slurm) == find_processes(SLURM)
+    assert find_processes(of_slurm) is None
+
+
 @pytest.mark.parametrize(
     "env,message",
     [
@@ -64,6 +76,10 @@ def test_slurm_and_open_mpi():
         ({**HERE, "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "'two' is not a number"),
         ({**HERE, **MPI, "JAX_COORDINATOR_ADDRESS": "host"}, "set JAX_COORDINATOR_ADDRESS"),
         (MPI, "16 processes (Open MPI) but no address"),
+        (
+            {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+            "4 processes (MPICH) but no address",
+        ),
     ],
 )
 def test_what_is_missing_is_named(env, message):

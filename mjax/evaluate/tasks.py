@@ -1,0 +1,119 @@
+"""Scores of a run on tasks of lm-evaluation-harness (`train.eval_tasks`), while it trains.
+
+The harness asks the model in memory: no checkpoint is written, no weight converted. Tasks are those
+that the harness knows by name, or of YAML files in a folder of one's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from mjax.config.schema.run import Config
+from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.corpus.text import prepare_text
+from mjax.errors import UserError
+from mjax.interop.pretrained import Pretrained
+from mjax.models import Definition
+
+ROWS = 8  # scored at once
+
+
+class KnownTask(NamedTuple):
+    """A task of the harness: its name, and the manager that knows it."""
+
+    name: str
+    manager: Any
+
+
+@dataclass
+class TaskScores:
+    """Scores a model on tasks.
+
+    model: it as the harness asks it, a `HarnessModel`.
+    tasks: with how many documents of each are scored; None: all.
+    """
+
+    model: Any
+    tasks: list[tuple[KnownTask, int | None]]
+
+    def scores(self, params: dict, beat: Callable[[], None]) -> dict[str, float]:
+        """{"task/arc_easy/acc": 0.31, ..} of the model with these weights."""
+        from lm_eval import simple_evaluate
+
+        self.model.update_weights(params)
+        found: dict[str, float] = {}
+        for task, limit in self.tasks:
+            results = simple_evaluate(
+                self.model,
+                tasks=[task.name],
+                limit=limit,
+                task_manager=task.manager,
+                log_samples=False,
+            )
+            for scored, values in results["results"].items():
+                found |= named_scores(scored, values)
+            beat()
+        self.model.rest()
+        return found
+
+
+def named_scores(task: str, values: dict[str, object]) -> dict[str, float]:
+    """The scores of a task in the harness's results, without their standard errors."""
+    found = {}
+    for key, value in values.items():
+        metric, _, way = key.partition(",")
+        if isinstance(value, int | float) and way and not metric.endswith("_stderr"):
+            found[f"task/{task}/{metric}{'' if way == 'none' else f'.{way}'}"] = float(value)
+    return found
+
+
+def tasks_of(cfg: Config, definition: Definition, mesh: Mesh) -> TaskScores | None:
+    """The tasks of a run; None without any. Raises `UserError` for those that are not known."""
+    if not cfg.train.eval_tasks:
+        return None
+    if jax.process_count() > 1:
+        raise UserError(
+            "train.eval_tasks is not built for several processes; score checkpoints with "
+            "`mjax evaluate harness`"
+        )
+    from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
+
+    managers: dict[str | None, Any] = {}
+    wanted = cfg.train.eval_tasks.items()
+    tasks = [(known_task(name, managers), limit) for name, limit in wanted]
+    tokenizer = load_tokenizer(_tokenizer_path(cfg))
+    model = Pretrained(cfg.model, definition, {}, mesh, None)
+    adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS)
+    return TaskScores(adapter, tasks)
+
+
+def _tokenizer_path(cfg: Config) -> str:
+    if cfg.data.text:
+        return prepare_text(cfg.data, cfg.run.dir).tokenizer_path
+    if cfg.data.tokenizer is None:
+        raise UserError("train.eval_tasks needs a tokenizer; set data.tokenizer")
+    return cfg.data.tokenizer
+
+
+def known_task(name: str, managers: dict[str | None, Any]) -> KnownTask:
+    """A task by its name, or FOLDER/NAME for one of the YAML files in a folder.
+
+    managers: the harness's own of each folder, which are added to. Raises `UserError`.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folder, _, task = name.rpartition("/")
+    place = folder or None
+    if place is not None and not Path(place).is_dir():
+        raise UserError(f"train.eval_tasks: {name!r}: no folder {place}; write NAME or FOLDER/NAME")
+    manager = managers.setdefault(place, None) or TaskManager(include_path=place)
+    managers[place] = manager
+    if not manager.match_tasks([task]):
+        raise UserError(
+            f"train.eval_tasks: the harness has no task {name!r}; `lm-eval ls tasks` lists all"
+        )
+    return KnownTask(task, manager)
