@@ -27,6 +27,8 @@ class RunConfig(Group):
     """Modules that are imported first, with a mixer say (docs/develop/adding-a-model.md)."""
     deterministic: bool = False
     """Equal runs give equal bits on GPUs too, at a cost (docs/train/debugging.md)."""
+    doctor: bool = False
+    """Measure first: a slow GPU or a full disk stops the run (docs/start/install.md)."""
 
 
 class MeshConfig(Group):
