@@ -69,11 +69,12 @@ def run(argv: list[str]) -> int | None:
     if name == "completion":
         return _completion(argv[1:])
     command, rest = find(name, COMMANDS), argv[1:]
-    if not isinstance(command, Command):
+    if isinstance(command, dict):
         if rest[:1] in ([], ["-h"], ["--help"]):
             print(usage(f"mjax {name}", {key: c.about for key, c in command.items()}))
             return 0
         name, command, rest = f"{name} {rest[0]}", find(rest[0], command), rest[1:]
+    assert isinstance(command, Command)
     sys.argv = [f"mjax {name}", *rest]  # what `errors.program` names in usage lines
     return _run_module(command.module)
 

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -154,7 +154,7 @@ def _read_override(override: str, places: dict[str, str]) -> dict:
         raise UserError(
             f"override {override!r} is not of the form a.b=value; write null for no value"
         )
-    value = yaml_text.read(text, f"override {override!r}", places, key)
+    value: Any = yaml_text.read(text, f"override {override!r}", places, key)
     for i in range(1, len(names)):
         places.setdefault(".".join(names[:i]), places[key])
     for name in reversed(names):
@@ -174,7 +174,7 @@ def _merge_into(into: dict, over: dict) -> dict:
 
 def _explain(error: ValidationError, places: dict[str, str]) -> str:
     """One line for the first wrong key, with all that would have been accepted there."""
-    problems: dict[str, list[dict]] = {}
+    problems: dict[str, list] = {}
     # A misspelled required key is both unknown and missing: the first is what the user wrote.
     for e in sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden"):
         problems.setdefault(_dotted(e["loc"]), []).append(e)

@@ -85,7 +85,8 @@ class MeshConfig(Group):
 
     def of_tower(self, modality: str) -> dict[str, int]:
         """The sizes of tp and cp in the layers of a modality."""
-        return {"tp": self.tp, "cp": self.cp} | self.towers.get(modality, {})
+        own: dict[Any, dict[str, int]] = self.towers
+        return {"tp": self.tp, "cp": self.cp} | own.get(modality, {})
 
 
 class MaskedDataConfig(Group):
