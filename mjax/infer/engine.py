@@ -121,7 +121,8 @@ class Engine:
 
     def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
         """The schedulers of all lanes, with pools of their own."""
-        sizes, window = self.programs.sizes, longest_window(self.cfg)
+        sizes = self.programs.sizes
+        window = longest_window(self.cfg)
         cache_prefixes &= sizes.snapshots > 0 or not keeps_states(self.cfg)
         options: dict[str, Any] = {"cache_prefixes": cache_prefixes, "snapshots": sizes.snapshots}
         count = range(self.programs.lanes)
