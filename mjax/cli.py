@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "checkpoint": Command("list, show, compare and verify checkpoints", "mjax.checkpoint.__main__"),
     "export": Command("a model as programs that run without mjax", "mjax.export.__main__"),
     "report": Command("one HTML page on runs", "mjax.report.__main__"),
+    "doctor": Command("what this machine can do, what is wrong with it", "mjax.doctor.__main__"),
     "bench": Command("measure speed on this machine", "mjax.bench.__main__"),
     "prove": Command("compare every feature on every mesh", "mjax.prove.__main__"),
 }
@@ -68,13 +69,26 @@ def run(argv: list[str]) -> int | None:
     if name == "completion":
         return _completion(argv[1:])
     command, rest = find(name, COMMANDS), argv[1:]
-    if not isinstance(command, Command):
+    if isinstance(command, dict):
         if rest[:1] in ([], ["-h"], ["--help"]):
             print(usage(f"mjax {name}", {key: c.about for key, c in command.items()}))
             return 0
         name, command, rest = f"{name} {rest[0]}", find(rest[0], command), rest[1:]
+    assert isinstance(command, Command)
     sys.argv = [f"mjax {name}", *rest]  # what `errors.program` names in usage lines
-    return importlib.import_module(command.module).main()
+    return _run_module(command.module)
+
+
+def _run_module(module: str) -> int | None:
+    """Run a command. Raises `UserError` where libraries or drivers clash in a known way."""
+    try:
+        return importlib.import_module(module).main()
+    except (ImportError, OSError, RuntimeError) as e:
+        from mjax.doctor.clashes import explained
+
+        if line := explained(e):
+            raise UserError(line) from e
+        raise
 
 
 def usage(program: str, commands: Mapping[str, str]) -> str:

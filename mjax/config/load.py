@@ -1,6 +1,7 @@
 """From YAML files and `a.b=c` overrides to one frozen `Config`.
 
-A file may name others in `base:` (a path or a list, relative to the file). Mappings merge deeply:
+A file may name others in `base:` (a path or a list, relative to the file), or mjax's own by name
+(`files.py: config_file`). Mappings merge deeply:
 later ones win, lists and scalars replace. Overrides come last. Invariants: `load` of `dump(cfg)`
 gives `cfg` again, and every mistake is one `UserError` line that names the key, the value, what is
 expected and the file or override it came from.
@@ -13,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,6 +26,7 @@ from mjax.config.schema.run import Config
 from mjax.config.schema.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError, or_user_error
+from mjax.files import config_file
 
 # Returns values for keys that a tree of given keys, as yet unchecked, does not set.
 Defaults = Callable[[dict], dict]
@@ -41,7 +43,7 @@ def load(
     Rules that need a device count run later, in `validate(cfg, device_count)`. Raises `UserError`.
     """
     places: dict[str, str] = {}  # of each key, where it was set
-    tree = {} if path is None else _read_file(Path(path), (), places)
+    tree = {} if path is None else _read_file(config_file(path), (), places)
     for override in overrides:
         _merge_into(tree, _read_override(override, places))
     if defaults is not None:
@@ -74,7 +76,7 @@ def json_schema() -> dict:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config X [a.b=c ...] --print-config --print-schema` to a command line."""
-    about = "config file; without it, the defaults"
+    about = "config file, or one of mjax's by name: quickstart; without it, the defaults"
     parser.add_argument("--config", type=as_path, metavar="YAML", help=about)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a config key")
     parser.add_argument("--print-config", action="store_true", help="print the config and exit")
@@ -138,7 +140,7 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         raise UserError(f"{place}: base={bases!r} must be a path or a list of paths")
     merged: dict = {}
     for base in bases:
-        file = path.parent / Path(base).expanduser()
+        file = config_file(base, path.parent)
         _merge_into(merged, _read_file(file, (*chain, path), places))
     places.update(places_here)
     return _merge_into(merged, tree)
@@ -152,7 +154,7 @@ def _read_override(override: str, places: dict[str, str]) -> dict:
         raise UserError(
             f"override {override!r} is not of the form a.b=value; write null for no value"
         )
-    value = yaml_text.read(text, f"override {override!r}", places, key)
+    value: Any = yaml_text.read(text, f"override {override!r}", places, key)
     for i in range(1, len(names)):
         places.setdefault(".".join(names[:i]), places[key])
     for name in reversed(names):
@@ -172,7 +174,7 @@ def _merge_into(into: dict, over: dict) -> dict:
 
 def _explain(error: ValidationError, places: dict[str, str]) -> str:
     """One line for the first wrong key, with all that would have been accepted there."""
-    problems: dict[str, list[dict]] = {}
+    problems: dict[str, list] = {}
     # A misspelled required key is both unknown and missing: the first is what the user wrote.
     for e in sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden"):
         problems.setdefault(_dotted(e["loc"]), []).append(e)

@@ -150,6 +150,6 @@ def _expand(text: str, key: str, where: str) -> str:
                 f"{where}: {key}: environment variable {name} is not set; "
                 f"set it or write ${{{name}:-default}}"
             )
-        return default if default is not None and not found else found
+        return str(default if default is not None and not found else found)
 
     return _ENV.sub(replace, text)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
@@ -114,15 +115,16 @@ class Engine:
         self._numbers = itertools.count()
         self._paused = self._sleeps = False
         self._drafts = drafts
-        self._drafter = DRAFTERS[drafter]() if isinstance(drafter, str) else drafter
+        self._drafter: Any = DRAFTERS[drafter]() if isinstance(drafter, str) else drafter
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
         self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
 
     def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
         """The schedulers of all lanes, with pools of their own."""
-        sizes, window = self.programs.sizes, longest_window(self.cfg)
+        sizes = self.programs.sizes
+        window = longest_window(self.cfg)
         cache_prefixes &= sizes.snapshots > 0 or not keeps_states(self.cfg)
-        options = {"cache_prefixes": cache_prefixes, "snapshots": sizes.snapshots}
+        options: dict[str, Any] = {"cache_prefixes": cache_prefixes, "snapshots": sizes.snapshots}
         count = range(self.programs.lanes)
         pools = [PagePool(sizes.pages, page=PAGE, **options) for _ in count]
         return [Scheduler(self.limits, pool, window) for pool in pools]
@@ -163,7 +165,8 @@ class Engine:
         check_request(self.cfg, prompt, params, self.limits.length, self.adapters)
         rules = token_rules(params, self.tokenizer, self.cfg.vocab_size, self.eos)
         inputs = whole_inputs(self.cfg, prompt, items or {}, self.runner.whole_sizes)
-        begin = [self.cfg.decoder_start_token_id] if self.cfg.architecture.reads_target else prompt
+        target = self.cfg.architecture.reads_target
+        begin: list = [self.cfg.decoder_start_token_id] if target else prompt
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
         if params.prompt_logprobs is not None:
             request.output.prompt_logprobs = [None] * len(prompt)
@@ -182,7 +185,7 @@ class Engine:
             draws = draws_of([params.sampling], top)
             sample = RequestSample(request, answer, tokens, seed, draws, lane)
             sample.shift = position_shift(inputs)
-            sample.adapter = self.adapters.get(params.adapter, 0)
+            sample.adapter = self.adapters.get(params.adapter or "", 0)
             request.samples.append(sample)
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
@@ -309,8 +312,7 @@ class Engine:
             sample.tokens.drafts = drafts[:most]
 
     def _work(self, chunk: Chunk) -> RowWork:
-        sequence, *others = chunk
-        return RowWork(self._of_tokens[sequence], *others)
+        return RowWork(self._of_tokens[chunk[0]], *chunk[1:])
 
     # ---- results ---------------------------------------------------------------------------------
 
@@ -364,7 +366,8 @@ class Engine:
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.cfg.vocab_size, self.eos)
+        tokenizer: Any = self.tokenizer  # a request without one was refused
+        return Grammars(tokenizer, self.cfg.vocab_size, self.eos)
 
     def _enqueue(self, request: Request, lane: Scheduler) -> None:
         """Give all samples to a scheduler, or none where it refuses one."""

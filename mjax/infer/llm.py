@@ -130,18 +130,18 @@ class LLM:
 
         params: of all, or of each; None: `default_params`.
         """
-        prompts = _several(prompts)
+        asked = _several(prompts)
         if params is None:
             params = self.default_params()
         is_one = isinstance(params, SamplingParams | Mapping)  # the engine refuses a mapping
-        each = [params] * len(prompts) if is_one else params
-        if len(each) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts and {len(each)} params: give one for each")
+        each: Any = [params] * len(asked) if is_one else params
+        if len(each) != len(asked):
+            raise UserError(f"{len(asked)} prompts and {len(each)} params: give one for each")
         requests: list[Request] = []
         try:
-            for prompt, wanted in zip(prompts, each, strict=True):
+            for prompt, wanted in zip(asked, each, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                ids = prompt if text is None else self.encode(prompt)
+                ids = prompt if text is None else self.encode(text)
                 requests.append(self._add(ids, wanted, text))
             while self.engine.has_work:
                 self.engine.step()
@@ -170,7 +170,7 @@ class LLM:
         if self.folder is None or self.tokenizer is None:
             raise UserError("the model has no chat template; give texts to generate")
         template = load_chat_template(self.folder)
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [reply_ids(chat, self.tokenizer, template, **variables) for chat in chats]
         return self.generate(prompts, params)
 
@@ -188,7 +188,7 @@ class LLM:
                 self.engine.step()
 
 
-def _several(prompts: Prompts) -> Sequence[str] | Sequence[Sequence[int]]:
+def _several(prompts: Prompts) -> Sequence[Any]:
     """Prompts as a list, also of one; arrays of numpy as lists."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()

@@ -252,7 +252,7 @@ def bits_of(ids: Sequence[int], vocabulary: int) -> np.ndarray:
     return np.packbits(flags, bitorder="little").view("<u4")
 
 
-def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
     """The tokens of a word at the start of a text and after a space, as vLLM takes them."""
     first = tuple(tokenizer.encode(word))
     inner = tuple(tokenizer.encode(f" {word.lstrip()}"))
@@ -341,7 +341,7 @@ class Answer:
         `matcher`: of the form `params.structured`.
         """
         self.params, self.rules, self.matcher = params, rules, matcher
-        top = None if params.logprobs is None else []
+        top: list | None = None if params.logprobs is None else []
         self.output = CompletionOutput(index, top_logprobs=top)
         self._text = text_stream(params, tokenizer, prompt)
 
@@ -434,7 +434,7 @@ def text_stream(
     """The stream of a sample's text after `prompt`, as a request wants it."""
     if tokenizer is None or not params.detokenize:
         return TextStream(lambda ids: "", prompt, params.stop)
-    options = {"include_stop": params.include_stop_str_in_output}
+    options: dict[str, Any] = {"include_stop": params.include_stop_str_in_output}
     if params.skip_special_tokens:
         return TextStream(tokenizer.decode, prompt, params.stop, tokenizer.special_text, **options)
     return TextStream(tokenizer.decode_whole or tokenizer.decode, prompt, params.stop, **options)
@@ -457,7 +457,7 @@ def row_rules(
     bans = [row.banned(count) if row else [] for row, count in pairs]
     guesses = np.empty((len(answers), 0), np.int32) if drafts is None else drafts
     each = 1 + guesses.shape[1]
-    masks = {}
+    masks: dict[int, np.ndarray] = {}
     for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
         found = row.allowed(own[own >= 0].tolist()) if row else []
         masks |= {number * each + place: mask for place, mask in enumerate(found)}
@@ -468,8 +468,9 @@ def row_rules(
     rules = RowRules(ids, values, None, _padded_columns(bans, np.int32, -1))
     if masks:
         rules = filled(rules, len(answers), vocabulary, each)
+        allowed: Any = rules.allowed
         for place, mask in masks.items():
-            rules.allowed[place] = mask
+            allowed[place] = mask
     return rules
 
 
@@ -493,7 +494,7 @@ def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.n
     width, longest = 16, max(map(len, rows))
     while width < longest:
         width *= 4
-    table = np.full((len(rows), width), filling, dtype)
+    table: np.ndarray = np.full((len(rows), width), filling, dtype)
     for row, entries in zip(table, rows, strict=True):
         row[: len(entries)] = entries
     return table

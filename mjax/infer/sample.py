@@ -124,10 +124,10 @@ class RowRules:
     banned: int32 [R, E], forbidden tokens; -1: none.
     """
 
-    bias_ids: jax.Array | None = None
-    bias_values: jax.Array | None = None
-    allowed: jax.Array | None = None
-    banned: jax.Array | None = None
+    bias_ids: jax.Array | np.ndarray | None = None
+    bias_values: jax.Array | np.ndarray | None = None
+    allowed: jax.Array | np.ndarray | None = None
+    banned: jax.Array | np.ndarray | None = None
 
 
 @register_dataclass

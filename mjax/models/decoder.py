@@ -9,6 +9,7 @@ are subclasses: mixins, called parts, that extend its methods (`models/architect
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ class Decoder(VocabularyHead, nnx.Module):
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         return self.logits(self.activations(tokens, info, ctx, **given))
 
-    def activations(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+    def activations(self, tokens: jax.Array, info: Tokens, ctx: Context) -> Any:
         """The final normed activations [B, S, D] for the inputs of `__call__`."""
         return self.hidden(tokens, info, ctx)[0]
 
@@ -127,8 +128,9 @@ class Decoder(VocabularyHead, nnx.Module):
         self, x: Activation, info: Tokens, ctx: Context, caches: Caches | None = None
     ) -> LayersOutput:
         """`hidden` of the first layer's input."""
-        x, statistics, caches = self.layers(x, info, ctx, caches)
-        x = ctx.parallel.gather_seq(self.normed(decoder_of(x)))
+        last: Any
+        last, statistics, caches = self.layers(x, info, ctx, caches)
+        x = ctx.parallel.gather_seq(self.normed(decoder_of(last)))
         return x, statistics, caches
 
     def layers(

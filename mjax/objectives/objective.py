@@ -222,6 +222,7 @@ def require_dictionary(objective: Objective, method: str, found: object) -> str:
 def require_scalars(objective: Objective, method: str, found: object, *names: str) -> None:
     """Raise `UserError` unless what a method of an objective returned is a number for each name."""
     where = require_dictionary(objective, method, found)
+    assert isinstance(found, Mapping)
     for name in names:
         if name not in found:
             have = ", ".join(map(str, found)) or "nothing"
@@ -287,6 +288,6 @@ class Denominators:
         factors = {}
         for name, count in self.counts.items():
             factors[name] = 1 / divisor(count) / self.tp
-        for name, count in self.of_statistics.items():
-            factors[name] = jnp.float32(1 / count)
+        for name, number in self.of_statistics.items():
+            factors[name] = jnp.float32(1 / number)
         return factors

@@ -52,12 +52,21 @@ def _plan_or_train(cfg: Config, args: argparse.Namespace) -> int:
         return plan_elsewhere(cfg, args)
     start_processes(args.coordinator, args.num_processes, args.process_id)
     keep_compiled_programs()
+    import jax
+
+    from mjax.doctor.clashes import unused_gpus
     from mjax.errors import NonFiniteLoss, ReplicasDiffer
     from mjax.run.dry_run import dry_run
+    from mjax.run.faults.health import require_healthy_machines
     from mjax.run.faults.watchdog import lost_process
     from mjax.run.loop import train
+    from mjax.run.monitor.log_writer import warn
 
+    if line := unused_gpus(jax.default_backend()):
+        warn(line)
     try:
+        if cfg.run.doctor and not args.dry_run:
+            require_healthy_machines(cfg)
         dry_run(cfg) if args.dry_run else train(cfg)
     except (NonFiniteLoss, ReplicasDiffer) as e:
         print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)

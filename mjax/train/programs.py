@@ -17,7 +17,6 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.models.base.context import Documents
 from mjax.models.base.params import ModelDefinition
-from mjax.objectives.fields import Batch
 from mjax.objectives.local_model import LocalModel
 from mjax.objectives.objective import Objective, WholeBatch
 from mjax.pipeline.layout import Layout
@@ -91,7 +90,7 @@ class Programs:
         self.xla_options = xla_options
         self._jitted.clear()
 
-    def lower(self, batch: Batch) -> jax.stages.Lowered:
+    def lower(self, batch: dict) -> jax.stages.Lowered:
         """The train step lowered for an abstract batch."""
         mesh = self.state_layout.mesh
         scalar = jax.ShapeDtypeStruct((), np.float32)

@@ -5,6 +5,7 @@ It owns no loop and no data. `step` is asynchronous: it returns device scalars.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,7 +67,7 @@ class Trainer:
         require_named("optimizer.lr_multipliers", multiplied, specs)
         self.objective = objective_of(cfg)
         if devices is None:
-            devices = jax.devices() if mesh is None else mesh.devices.flatten()
+            devices = jax.devices() if mesh is None else mesh.devices.flatten().tolist()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         if (recipe := recipe_of(cfg.precision)) is not None:
@@ -83,7 +84,7 @@ class Trainer:
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
-        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size, further_lengths(cfg)
+        sizes = int(cfg.train.micro_batch_size), cfg.model.vocab_size, further_lengths(cfg)
         types = cfg.model.bert.type_vocab_size
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
@@ -181,13 +182,14 @@ class Trainer:
         `most_loss` and `is_open` holds (`step.py: Gate`). `step_number` counts the step in any
         case; the state's own number follows when it is saved.
         """
-        is_placed = isinstance(batch.get("rows"), jax.Array)
-        placed = batch if is_placed else self.place(batch)
+        given: Any = batch
+        placed = given if isinstance(given.get("rows"), jax.Array) else self.place(given)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program(steps.TRAIN, placed)
         if not isinstance(is_open, jax.Array):
             is_open = replicated(self.mesh, is_open)
-        gate = steps.Gate(np.float32(most_loss), is_open)
+        most: Any = np.float32(most_loss)
+        gate = steps.Gate(most, is_open)
         rates = self.rates.of_step(self.step_number)
         self.state, metrics = step(state, placed, *rates, gate)
         self.rates.dispatched(metrics, placed["rows"].shape[0])
@@ -227,7 +229,7 @@ class Trainer:
         """
         return self.run_program(SCORES, batch)
 
-    def run_program(self, kind: ProgramKind, batch: HostBatch, *more: object) -> object:
+    def run_program(self, kind: ProgramKind, batch: HostBatch, *more: object) -> Any:
         """The result of a program whose inputs are the weights, a global batch and `more`.
 
         The weights are the state without moments (`Partitions.weights`).

@@ -26,6 +26,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mjax.errors import UserError
 
@@ -83,7 +84,7 @@ class Branch:
         return self.role in ("attention", "cross_attention", "retrieval")
 
 
-_ATTENTION = {
+_ATTENTION: dict[str, Any] = {
     "module": "mjax.models.attention.self_attention:Attention",
     "name": "attention",
     "shape": "attention",
@@ -99,7 +100,7 @@ _TOWER = _ATTENTION | {"mask": "full"}
 _OF_VISION = {"shape": "vision", "group": "vision", "modality": "vision"}
 _PATCHES = _TOWER | _OF_VISION | {"rotary": "vision.head_dim"}
 _PATCHES |= {"module": "mjax.models.towers.packed_vision:PatchAttention"}
-_CROSS = {
+_CROSS: dict[str, Any] = {
     "name": "cross_attention",
     "sizes": _ATTENTION["sizes"],
     "matmuls": ("cross_q", "cross_kv", "cross_attn_proj"),
@@ -107,7 +108,7 @@ _CROSS = {
     "mask": "cross",
 }
 _RETRIEVAL = _CROSS | {"role": "retrieval", "group": "retro"}
-_PROJECTOR = {
+_PROJECTOR: dict[str, Any] = {
     "name": "projector",
     "role": "projector",
     "matmuls": ("projector_up", "projector_down"),

@@ -9,7 +9,7 @@ devices.
 import inspect
 import types
 from collections.abc import Callable
-from typing import NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 PREFIX = "optax."
 
@@ -56,7 +56,7 @@ def optax_function(name: str) -> Callable | None:
         return None
     import optax  # here, because it takes long and few configs name it
 
-    found = optax
+    found: Any = optax
     for part in name.removeprefix(PREFIX).split("."):
         found = getattr(found, part, None)
     signature = _signature(found)
@@ -113,7 +113,7 @@ def _value_types(parameter: inspect.Parameter) -> tuple[type, ...]:
     else:
         members = _members(parameter.annotation)
     if float in members:  # arrays too: an annotation of those allows bool, int, float, complex
-        found = [int, float]
+        found: list[type] = [int, float]
     else:
         found = [kind for kind in (int, bool, str) if kind in members]
     if found and types.NoneType in members:

@@ -68,7 +68,7 @@ def remat_policies(
 
 def offloaded(names: str | list[str]) -> tuple[str, ...]:
     """The tensors that `train.offload` sends to the host."""
-    return kept_names("dots") if names == "all" else tuple(names)
+    return kept_names("dots") or () if names == "all" else tuple(names)
 
 
 def not_kept(policies: tuple[str, ...], names: str | list[str]) -> list[str]:

@@ -134,7 +134,7 @@ def _architecture(
     if inputs:
         streams |= set(map(stream_of, set(kinds)))
     encodes = sees_ahead(kinds) and not inputs
-    predicts = "tokens"
+    predicts: Literal["tokens", "classes", "pairs"] = "tokens"
     if only_images or only_classifies:
         predicts = "classes"
     name = "multi_token_decoder" if predicts_ahead else "decoder"

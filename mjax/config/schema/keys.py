@@ -16,7 +16,7 @@ def is_group(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def leaf_keys(group: type[BaseModel]) -> dict[str, FieldInfo]:
+def leaf_keys(group: Any) -> dict[str, FieldInfo]:
     """The fields of a group and of the groups in it, by their dotted names.
 
     An optional group, such as rope_scaling, is one key.

@@ -366,7 +366,7 @@ class ModelConfig(Group):
         hidden, heads = given["hidden_size"], attention.get("num_attention_heads")
         if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0):
             return data
-        derived = {}
+        derived: dict[str, Any] = {}
         if given["intermediate_size"] == 0:
             given["intermediate_size"] = derived["intermediate_size"] = 4 * hidden
         if moe.get("moe_intermediate_size") == 0 and moe["num_experts"]:
@@ -388,7 +388,7 @@ class ModelConfig(Group):
 
         It is that of the last layer without a recurrence, if there is one, as in Qwen3-Next.
         """
-        kinds = [k for k in self.layer_kinds if "recurrent" not in roles_of(k)]
+        kinds = tuple(k for k in self.layer_kinds if "recurrent" not in roles_of(k))
         return (kinds or self.layer_kinds)[-1:] * self.num_nextn_predict_layers
 
     @property

@@ -32,6 +32,8 @@ class RunConfig(Group):
     """Faults put into this run, as FAULT@STEP or FAULT@STEP:PROCESS: nan, nan_once, bit_flip, hang
     or die, e.g. [nan@10, die@20:1] (docs/train/failures.md).
     """
+    doctor: bool = False
+    """Measure first: a slow GPU or a full disk stops the run (docs/start/install.md)."""
 
 
 class MeshConfig(Group):
@@ -88,7 +90,8 @@ class MeshConfig(Group):
 
     def of_tower(self, modality: str) -> dict[str, int]:
         """The sizes of tp and cp in the layers of a modality."""
-        return {"tp": self.tp, "cp": self.cp} | self.towers.get(modality, {})
+        own: dict[Any, dict[str, int]] = self.towers
+        return {"tp": self.tp, "cp": self.cp} | own.get(modality, {})
 
 
 class MaskedDataConfig(Group):

@@ -221,7 +221,7 @@ class Tokens:
 
 
 def tokens_of(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     rows: jax.Array | None = None,

@@ -6,7 +6,7 @@ split once into a `Definition` and a nested dict of arrays, and bound again whil
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -138,8 +138,8 @@ class Definition:
         parallel: Parallel = LOCAL,
         places: TokenPlaces | None = None,
         slots: jax.Array | None = None,
-    ) -> nnx.Module:
-        """The module with these parameters. Use it while tracing only.
+    ) -> Any:
+        """The NNX module with these parameters. Use it while tracing only.
 
         Entries of `params` that `specs` does not declare are left out. Adapters join the weights
         that they are beside. `parallel` is the mesh that both are cut over, `places` those of

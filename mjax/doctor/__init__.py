@@ -1,0 +1,1 @@
+"""Speeds and faults of a machine, measured in seconds before a job begins."""
