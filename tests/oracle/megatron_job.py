@@ -425,10 +425,16 @@ def _state(model, optimizer=None, job=None, loading=False):
 def _optimizer(model, job):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     o = job["optimizer"]
     dist = o.get("distributed", False)
+    # Its loader of states by parameter asks torch's Adam for a step, which only groups have.
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: put(
+        self, param, {"step": None} | tensors
+    )
     ddp = DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(use_distributed_optimizer=dist, grad_reduce_in_fp32=True),
@@ -437,7 +443,7 @@ def _optimizer(model, job):
     config = OptimizerConfig(
         optimizer="adam",
         lr=o["lr"],
-        min_lr=0.0,
+        min_lr=o.get("min_lr", 0.0),
         weight_decay=o["weight_decay"],
         adam_beta1=o["b1"],
         adam_beta2=o["b2"],
@@ -452,10 +458,10 @@ def _optimizer(model, job):
         optimizer,
         init_lr=0.0,
         max_lr=o["lr"],
-        min_lr=0.0,
-        lr_warmup_steps=0,
-        lr_decay_steps=100 * job["batch"],
-        lr_decay_style="constant",
+        min_lr=o.get("min_lr", 0.0),
+        lr_warmup_steps=o.get("warmup", 0) * job["batch"],
+        lr_decay_steps=o.get("decay_steps", 100) * job["batch"],
+        lr_decay_style=o.get("decay", "constant"),
         start_wd=o["weight_decay"],
         end_wd=o["weight_decay"],
         wd_incr_steps=100 * job["batch"],
@@ -498,7 +504,12 @@ def _run(job, args, model) -> None:
     own = ddp.module if ddp is not None else model
     common = {"args": args, "checkpoint_version": 3.0, "iteration": job.get("iteration", 7)}
     if "read" in job:
-        state = _state(own, optimizer, job, loading=True)
+        metadata = dist_checkpointing.load_content_metadata(job["read"])
+        own_job = job | ({"metadata": metadata} if metadata else {})
+        if optimizer is not None:  # torch's Adam has state after a step alone
+            still = SimpleNamespace(step=lambda increment: None)
+            _train(ddp, optimizer, still, torch.tensor(job["then"])[:1])
+        state = _state(own, optimizer, own_job, loading=True)
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
         loaded = dist_checkpointing.load(
@@ -509,7 +520,12 @@ def _run(job, args, model) -> None:
         own.load_state_dict(loaded["model"])
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
+            for own_optimizer in optimizer.chained_optimizers:
+                for kept in own_optimizer.optimizer.state.values():
+                    kept["step"] = kept["step"].clone()  # else one tensor of all, for torch's Adam
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            found["samples"] = scheduler.num_steps
+            found["consumed"] = loaded["args"].consumed_train_samples
     tokens = torch.tensor(job["tokens"])
     rank = ps.get_data_parallel_rank()
     if job.get("train"):

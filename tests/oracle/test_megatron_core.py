@@ -17,10 +17,14 @@ import pytest
 from flax import nnx
 
 from mjax.checkpoint.base.source import flat
-from mjax.config import load
+from mjax.config import Config, load
+from mjax.config.schema.model import ModelConfig
+from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.parameters import megatron_source
 from mjax.interop.megatron.run_folder import import_run
 from mjax.interop.megatron.writing import export_torch_dist
+from mjax.interop.megatron.written_run import run_to_write
+from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.train.trainer import Trainer
 
@@ -83,6 +87,7 @@ MODELS = {
 }  # fmt: skip
 KINDS = {"hybrid": "hybrid", "bert": "bert"}
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip": 1.0}
+SCHEDULE = {"min_lr": 1e-3, "warmup": 2, "decay_steps": 8, "decay": "cosine"}
 
 
 def run_megatron(folder: Path, name: str, sizes: tuple[int, int, int], **more) -> dict:
@@ -93,7 +98,8 @@ def run_megatron(folder: Path, name: str, sizes: tuple[int, int, int], **more) -
     job |= {"ep": ep, "result": str(folder / "result.npz"), "tokens": tokens().tolist(), **more}
     (folder / "job.json").write_text(json.dumps(job))
     command = [PYTHON, "-W", "ignore", str(JOB), str(folder / "job.json")]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     return dict(np.load(job["result"]))
 
 
@@ -154,6 +160,52 @@ def test_the_next_three_steps_are_equal(tmp_path, name, distributed, ep):
         assert trainer.restore() == 7
         losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
     np.testing.assert_allclose(losses, found["losses_after"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name,distributed,sizes",
+    [("llama", True, (2, 1, 1)), ("llama", False, (1, 1, 1)), ("experts", True, (1, 1, 2))],
+)
+def test_megatron_takes_the_next_three_steps_of_a_run(tmp_path, name, distributed, sizes):
+    """The scheduler's numbers are in the state alone, and Megatron compares them with its own."""
+    rng = np.random.default_rng(1)
+    before, after = rng.integers(0, VOCAB, (2, 3, 4, 17))
+    cfg = run_of_model(model_config(BASE | MODELS[name], name), tmp_path / "run")
+    with jax.default_matmul_precision("highest"):
+        trainer = Trainer(cfg, devices=jax.devices()[:1])
+        trainer.init()
+        for rows in before:
+            trainer.step(batch(rows))
+        trainer.save()
+        losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
+    path = str(tmp_path / "run")
+    run = run_to_write(path, apart=sizes[2] > 1)
+    export_torch_dist(source_of(path), tmp_path / "out", "float32", "local", run)
+    back = run_megatron(
+        tmp_path / "b",
+        name,
+        sizes,
+        read=str(tmp_path / "out/iter_0000003"),
+        optimizer=OPTIMIZER | SCHEDULE | {"distributed": distributed},
+        batch=4,
+        then=after.tolist(),
+    )
+    assert (back["iteration"], back["samples"], back["consumed"]) == (3, 12, 12)
+    np.testing.assert_allclose(back["losses_after"], losses, atol=1e-5, rtol=0)
+
+
+def run_of_model(model: ModelConfig, folder: Path) -> Config:
+    groups = {
+        "model": model.model_dump(),
+        "run": {"dir": str(folder)},
+        "data": {"mock": True, "seq_length": 16},
+        "train": {"steps": 100, "global_batch_size": 4},
+        "optimizer": {"b1": 0.9, "b2": 0.95},
+        "schedule": {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "decay_steps": 8},
+        "precision": {"compute": "float32"},
+        "checkpoint": {"async_save": False},
+    }
+    return Config.model_validate(groups)
 
 
 def batch(rows: np.ndarray) -> dict[str, np.ndarray]:

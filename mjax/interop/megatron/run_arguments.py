@@ -26,7 +26,7 @@ class Flag:
     value: Callable[[object], object] = as_given
 
 
-_DECAYS = {
+DECAYS = {
     "constant": "constant",
     "linear": "linear",
     "cosine": "cosine",
@@ -52,7 +52,7 @@ FLAGS = (
     Flag("mesh", "use_distributed_optimizer", "mesh.zero", lambda on: 1 if on else 0),
     Flag("schedule", "lr", "schedule.lr", float),
     Flag("schedule", "min_lr", "schedule.min_lr", float),
-    Flag("schedule", "lr_decay_style", "schedule.decay", _DECAYS.get),
+    Flag("schedule", "lr_decay_style", "schedule.decay", DECAYS.get),
     Flag("schedule", "lr_warmup_iters", "schedule.warmup_steps", _above_zero),
     Flag("schedule", "lr_warmup_init", "schedule.warmup_init_lr", _above_zero),
     Flag("schedule", "lr_decay_iters", "schedule.decay_steps"),

@@ -77,17 +77,21 @@ def pickled(obj: object) -> bytes:
 
 
 def archive(obj: object, data: np.ndarray | None = None) -> bytes:
-    """A torch archive of an object; `data`: the content of its one storage."""
+    """A torch archive of an object, the same at any time; `data`: the content of its one storage."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as file:
-        file.writestr("archive/data.pkl", pickled(obj))
-        file.writestr("archive/byteorder", "little")
+        file.writestr(_entry("data.pkl"), pickled(obj))
+        file.writestr(_entry("byteorder"), "little")
         if data is not None:
             content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            with file.open("archive/data/0", "w", force_zip64=True) as entry:
+            with file.open(_entry("data/0"), "w", force_zip64=True) as entry:
                 entry.write(memoryview(content))
-        file.writestr("archive/version", "3\n")
+        file.writestr(_entry("version"), "3\n")
     return out.getvalue()
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"archive/{name}")  # of 1980, whenever it is written
 
 
 def tensor_archive(x: np.ndarray) -> bytes:

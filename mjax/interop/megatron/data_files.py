@@ -1,0 +1,135 @@
+"""The data files of a torch_dist folder in writing; a process that is started again goes on.
+
+Beside them lies a journal, one line a part, written once the bytes of the part are in a file.
+Invariant: a part depends on nothing but the command, so a folder that took two processes has the
+bytes of one that took one.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mjax.config.languages.paths import require_files
+from mjax.errors import UserError, or_user_error
+
+FILE_BYTES = 4 * 2**30  # after which the next data file begins
+_JOURNAL = ".journal"
+_Offsets = tuple[int, ...] | None  # of a chunk; None: of an object
+
+
+class StoredPart(NamedTuple):
+    """Where the bytes of a tensor's chunk, or of an object, lie."""
+
+    name: str
+    offsets: _Offsets
+    file: str
+    first: int
+    length: int
+
+
+class DataFiles:
+    """Appends parts to the data files in `folder`; those that the journal has are not made again."""
+
+    def __init__(self, folder: Path, journal: Path):
+        self.folder, self.places = folder, []
+        self._found = {(part.name, part.offsets): part for part in _journaled(journal)}
+        self._ends: dict[str, int] = {}
+        for part in self._found.values():
+            self._ends[part.file] = max(self._ends.get(part.file, 0), part.first + part.length)
+        for file in folder.glob("*.distcp"):
+            os.truncate(file, self._ends.get(file.name, 0))  # what a killed process began
+        self._journal, self._file = journal.open("a"), None
+
+    def append(self, name: str, offsets: _Offsets, content: Callable[[], bytes]) -> None:
+        """Write a part, unless it is there."""
+        part = self._found.get((name, offsets))
+        self.places.append(part or self._write(name, offsets, content()))
+
+    def alias(self, name: str, other: str) -> None:
+        """The chunks of a tensor are those of another, too."""
+        own = [part for part in self.places if part.name == name]
+        self.places += [part._replace(name=other) for part in own]
+
+    def close(self) -> None:
+        for file in (self._file, self._journal):
+            if file is not None:
+                file.close()
+
+    def _write(self, name: str, offsets: _Offsets, content: bytes) -> StoredPart:
+        number = max(len(self._ends) - 1, 0)
+        number += self._ends.get(f"__0_{number}.distcp", 0) >= FILE_BYTES
+        file = f"__0_{number}.distcp"
+        if self._file is None or os.path.basename(self._file.name) != file:
+            if self._file is not None:
+                self._file.close()
+            self._file = (self.folder / file).open("ab", buffering=0)
+        first = self._file.tell()
+        self._file.write(content)
+        self._ends[file] = first + len(content)
+        part = StoredPart(name, offsets, file, first, len(content))
+        self._journal.write(json.dumps(part) + "\n")
+        self._journal.flush()
+        return part
+
+
+def _journaled(journal: Path) -> Iterator[StoredPart]:
+    """Yield the parts that a journal names; a line that is not whole ends it."""
+    whole = 0
+    for line in journal.read_bytes().splitlines(keepends=True) if journal.exists() else ():
+        try:
+            name, offsets, *place = json.loads(line)
+        except (ValueError, TypeError):
+            os.truncate(journal, whole)
+            return
+        whole += len(line)
+        yield StoredPart(name, None if offsets is None else tuple(offsets), *place)
+
+
+@contextlib.contextmanager
+def unfinished_folder(out: Path, command: dict) -> Iterator[tuple[Path, Path]]:
+    """The folder that becomes `out` if the block ends well, and its journal.
+
+    A process that is killed, or that finds a device full, leaves it to the next one of the same
+    `command`; a `UserError` takes it away. Raises `UserError` where `out` holds something already.
+    """
+    require_files(out)
+    out = out.absolute()
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"{out} exists already; give another folder, or remove it")
+    folder = out.with_name(f".{out.name}.unfinished")
+    journal, said = folder / _JOURNAL, folder / f"{_JOURNAL}-of"
+    again = "free or mend it and start again, which goes on"
+    with or_user_error(f"cannot write folder {folder}: {{reason}}; {again}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with said.open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                raise UserError(f"{folder}: another process writes it; wait for it") from e
+            lock.seek(0)
+            if lock.read() != json.dumps(command):
+                _clear(folder, said)
+                lock.truncate(0)
+                lock.write(json.dumps(command))
+                lock.flush()
+            try:
+                yield folder, journal
+            except UserError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            for file in (journal, said):
+                file.unlink()
+            folder.rename(out)
+
+
+def _clear(folder: Path, but: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != but:
+            path.unlink()
