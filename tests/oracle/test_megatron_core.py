@@ -145,19 +145,20 @@ def test_the_next_three_steps_are_equal(tmp_path, name, distributed, ep):
         tmp_path / "a",
         name,
         (1, 1, ep),
+        args=BASE | MODELS[name] | {"global_batch_size": 4, "train_iters": 100},
+        iteration=3,
         write=str(tmp_path / "a/c"),
-        optimizer=OPTIMIZER | {"distributed": distributed},
+        optimizer=OPTIMIZER | SCHEDULE | {"distributed": distributed},
         metadata={"distrib_optim_sharding_type": "fully_reshardable"},
         batch=4,
         train=before.tolist(),
         then=after.tolist(),
     )
     import_run(tmp_path / "a/c", tmp_path / "run")
-    keys = ["schedule.lr=0.01", "schedule.decay=constant", "data.seq_length=16"]
-    cfg = load(tmp_path / "run/config.yaml", keys)
+    cfg = load(tmp_path / "run/config.yaml", ["data.seq_length=16"])
     with jax.default_matmul_precision("highest"):
         trainer = Trainer(cfg, devices=jax.devices()[:1])
-        assert trainer.restore() == 7
+        assert trainer.restore() == 3
         losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
     np.testing.assert_allclose(losses, found["losses_after"], atol=1e-5, rtol=0)
 

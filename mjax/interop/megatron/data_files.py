@@ -23,7 +23,7 @@ _Offsets = tuple[int, ...] | None  # of a chunk; None: of an object
 
 
 class StoredPart(NamedTuple):
-    """Where the bytes of a tensor's chunk, or of an object, lie."""
+    """The place of the bytes of a tensor's chunk, or of an object."""
 
     name: str
     offsets: _Offsets
@@ -33,17 +33,19 @@ class StoredPart(NamedTuple):
 
 
 class DataFiles:
-    """Appends parts to the data files in `folder`; those that the journal has are not made again."""
+    """Appends parts to the data files in `folder`; what the journal has is not made again."""
 
     def __init__(self, folder: Path, journal: Path):
         self.folder, self.places = folder, []
         self._found = {(part.name, part.offsets): part for part in _journaled(journal)}
         self._ends: dict[str, int] = {}
         for part in self._found.values():
-            self._ends[part.file] = max(self._ends.get(part.file, 0), part.first + part.length)
+            end = part.first + part.length
+            self._ends[part.file] = max(self._ends.get(part.file, 0), end)
         for file in folder.glob("*.distcp"):
             os.truncate(file, self._ends.get(file.name, 0))  # what a killed process began
-        self._journal, self._file = journal.open("a"), None
+        self._journal = journal.open("a")
+        self._file = None
 
     def append(self, name: str, offsets: _Offsets, content: Callable[[], bytes]) -> None:
         """Write a part, unless it is there."""

@@ -125,6 +125,34 @@ def run_config(values: Mapping[str, object], where: str) -> tuple[dict, list[str
     return found, lines
 
 
+def schedule_of_state(state: Mapping[str, object], args: Args, found: dict) -> list[str]:
+    """Let the state of Megatron's scheduler go before the arguments in a config; its lengths count
+    samples. Returns lines on what the config cannot say."""
+    size, lines = args.need("global_batch_size"), []
+    schedule, optimizer = found.setdefault("schedule", {}), found.setdefault("optimizer", {})
+    schedule |= {"lr": float(state["max_lr"]), "min_lr": float(state["min_lr"])}
+    schedule["decay"] = DECAYS[state["lr_decay_style"]]
+    for key in ("warmup_steps", "decay_steps"):
+        samples = state[f"lr_{key}"]
+        schedule[key] = samples // size
+        if samples % size:
+            lines.append(
+                f"opt_param_scheduler.lr_{key}={samples} samples are no whole steps of {size}"
+            )
+    optimizer["weight_decay"] = float(state["start_wd"])
+    optimizer.pop("weight_decay_end", None)
+    if state["end_wd"] != state["start_wd"]:
+        optimizer |= {"weight_decay_end": float(state["end_wd"])}
+        optimizer |= {"weight_decay_style": state["wd_incr_style"]}
+        steps = found.get("train", {}).get("steps")
+        if state["wd_incr_steps"] != size * (steps or 0):
+            lines.append(
+                "opt_param_scheduler: weight decay ramps over another time than train.steps"
+            )
+    _fill_schedule(schedule, lines)
+    return lines
+
+
 def _fill_precision(args: Args, precision: dict) -> None:
     if not args("bf16") and not args("fp16"):
         precision["compute"] = "float32"
@@ -185,8 +213,11 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def require_position(args: Mapping[str, object], consumed: int, where: str) -> None:
-    """`UserError` unless the run has consumed as many samples as its config says at that step."""
+def skipped_by(
+    args: Mapping[str, object], state: Mapping[str, object], consumed: int, where: str
+) -> int:
+    """The samples that the scheduler left out; `UserError` unless the run has consumed as many
+    as its config says at that step."""
     saved = args.get("consumed_train_samples")
     if saved is not None and saved != consumed:
         raise UserError(
@@ -194,3 +225,11 @@ def require_position(args: Mapping[str, object], consumed: int, where: str) -> N
             f"is sample {consumed}: the run changed its batch; import weights alone, without "
             "--with-optimizer"
         )
+    skipped = consumed - state.get("num_steps", consumed)
+    if skipped and (skipped < 0 or not args.get("fp16")):
+        raise UserError(
+            f"{where}: opt_param_scheduler.num_steps={state['num_steps']}, but that iteration is "
+            f"sample {consumed}: the schedule was changed midway; import weights alone, without "
+            "--with-optimizer"
+        )
+    return skipped

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from mjax.checkpoint.store import new_folder
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config.load import dump
@@ -9,8 +11,9 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError, or_user_error
 from mjax.interop.megatron.optimizer_state import iteration_of, optimizer_state
 from mjax.interop.megatron.parameters import config_of_store, megatron_source
-from mjax.interop.megatron.run_arguments import require_position, run_config
-from mjax.interop.megatron.torch_dist import open_torch_dist
+from mjax.interop.megatron.run_arguments import run_config, schedule_of_state, skipped_by
+from mjax.interop.megatron.saved_arguments import Args
+from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
 from mjax.models import definition_of
 from mjax.optim.build import state_like
 from mjax.optim.schedule import consumed_samples
@@ -22,11 +25,19 @@ def config_of_run(folder: str | Path) -> tuple[dict, list[str]]:
     cfg = config_of_store(store)
     with or_user_error(
         f"{store.where_common}: an argument is of another type than Megatron's: {{reason}}",
-        (TypeError, ValueError, AttributeError),
+        (TypeError, ValueError, AttributeError, LookupError),
     ):
         groups, lines = run_config(vars(store.arguments()), store.where_common)
+        lines += _schedule(store, groups)
     model = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     return {"model": model} | groups, lines
+
+
+def _schedule(store: TorchDist, groups: dict) -> list[str]:
+    """Let the state of the scheduler, if there is one, go before arguments in a config."""
+    args = Args(vars(store.arguments()), store.where_common)
+    state = store.common.get("opt_param_scheduler")
+    return schedule_of_state(state, args, groups) if state else []
 
 
 def import_run(folder: Path, out: Path) -> str:
@@ -40,7 +51,10 @@ def import_run(folder: Path, out: Path) -> str:
     cfg = _validated_config(groups, store.where_common)
     step = iteration_of(store)
     samples = consumed_samples(cfg.train, step)
-    require_position(vars(store.arguments()), samples, store.where_common)
+    scheduler = store.common.get("opt_param_scheduler") or {}
+    if lines := _schedule(store, groups):
+        raise UserError(f"{store.where_common}: {lines[0]}; import without --with-optimizer")
+    skipped = skipped_by(vars(store.arguments()), scheduler, samples, store.where_common)
     specs = definition_of(model.cfg).specs
     dtypes = {}
     tree = state_like(cfg.optimizer, specs, lambda first, kind: None, lambda name, kept: kept)
@@ -57,6 +71,10 @@ def import_run(folder: Path, out: Path) -> str:
         "text_digests": {},
     }
     numbers = {("step",): step, ("opt", "count"): state.steps}
+    if cfg.precision.compute == "float16":  # the scale itself starts anew
+        scale = {"growth_tracker": 0, "hysteresis_tracker": cfg.precision.hysteresis}
+        scale |= {"scale": np.float32(cfg.precision.initial_loss_scale), "skipped_samples": skipped}
+        numbers |= {("loss_scale", name): value for name, value in scale.items()}
     with new_folder(out) as temporary:
         write_step(temporary / "checkpoints" / str(step), parts, record, None, numbers)
         (temporary / "config.yaml").write_text(dump(cfg), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Writes `torch_dist` checkpoints that Megatron-LM loads, tensor by tensor.
 
 A tensor of a layer or expert is a chunk. Each is built from the parts of ours that lie in it: their
-layouts, run on the places of entries, say where (`layouts.py`). Weights are read back and compared
+layouts, run on the places of entries, say where (`layouts.py`). All is read back and compared
 before the folder gets its name. Source: megatron/core/dist_checkpointing (serialization.py,
 strategies/common.py), training/checkpointing.py.
 """
@@ -91,7 +91,9 @@ def export_torch_dist(
     """
     args = megatron_arguments(source.cfg, impl)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
-    parts = [WrittenPart("", source, np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))]
+    parts = [
+        WrittenPart("", source, np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    ]
     name, tracked = "release", "release"
     if run is not None:
         common |= run.common(args)

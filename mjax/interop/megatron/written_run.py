@@ -1,9 +1,9 @@
 """A run of ours as all that Megatron-LM saves of one beside weights: moments of Adam, groups of
 parameters, the scheduler's state, arguments and the position in the data.
 
-Invariant: imported again it is the same run; a key that Megatron has no counterpart for is refused
-by name. Source: megatron/core (optimizer/__init__.py, optimizer/distrib_optimizer.py,
-optimizer_param_scheduler.py), megatron/training/checkpointing.py.
+Invariant: imported again it has the same state and schedule; a key of the optimizer that Megatron
+has no counterpart for is refused by name. Source: megatron/core (optimizer/__init__.py,
+optimizer/distrib_optimizer.py, optimizer_param_scheduler.py), megatron/training/checkpointing.py.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,12 @@ from mjax.checkpoint.base.stored import WEIGHTS, StoredArrays, read_record
 from mjax.config.schema.keys import value_of
 from mjax.config.schema.run import Config, OptimizerConfig
 from mjax.errors import UserError
-from mjax.interop.adapted_source import has_adapters
 from mjax.interop.megatron.optimizer_state import trained_paths
 from mjax.interop.megatron.run_arguments import DECAYS, FLAGS
 from mjax.optim.schedule import consumed_samples, rates_of_step
 
-_NEEDED = ("name", "weight_decay_roles", "lr_multipliers")  # at their defaults
-_NOT_SAID = ("mesh", "data_cache_path", "fp8_recipe", "fp8_amax_history_len")
+_AT_DEFAULT = ("name", "weight_decay_roles", "lr_multipliers")
+_LEFT_OUT = ("mesh", "data_cache_path", "fp8_recipe", "fp8_amax_history_len")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class WrittenRun:
     apart: bool
 
     def common(self, model_args: dict) -> dict:
-        """What is not sharded: optimizer, scheduler, iteration, and arguments after the model's."""
+        """Make what is not sharded: optimizer, scheduler, iteration, the model's arguments and ours."""
         optimizer = self._optimizer(experts=False)
         if self.apart:
             optimizer = {0: optimizer, 1: self._optimizer(experts=True)}
@@ -118,7 +117,7 @@ class WrittenRun:
         cfg, found = self.cfg, {}
         for flag in FLAGS:
             value = value_of(cfg, flag.key)
-            if value != "auto" and not {flag.group, flag.name} & set(_NOT_SAID):
+            if value != "auto" and not {flag.group, flag.name} & set(_LEFT_OUT):
                 found[flag.name] = value
         scheduler, ramp = self._scheduler(), cfg.train.rampup_batch_size
         return found | {
@@ -143,8 +142,6 @@ def run_to_write(path: str, apart: bool) -> WrittenRun:
     step = newest_step(Path(path))
     if step is None or (record := read_record(step)).get("contents") == WEIGHTS:
         raise UserError(f"{path} holds no optimizer; give a run, or leave out --with-optimizer")
-    if has_adapters(step):
-        raise UserError(f"{step}: Megatron-LM has no adapters; leave out --with-optimizer")
     try:
         cfg = Config.model_validate(record["config"])
     except ValidationError as e:
@@ -152,7 +149,9 @@ def run_to_write(path: str, apart: bool) -> WrittenRun:
         raise UserError(
             f"{step}: its config has {key}, which this mjax does not read; go on for a step first"
         ) from e
-    for key in _NEEDED:
+    if cfg.lora.rank:
+        raise UserError(f"{step}: Megatron-LM has no adapters; leave out --with-optimizer")
+    for key in _AT_DEFAULT:
         value = getattr(cfg.optimizer, key)
         if value != OptimizerConfig.model_fields[key].get_default():
             raise UserError(
@@ -168,8 +167,8 @@ def run_to_write(path: str, apart: bool) -> WrittenRun:
         record["step"],
         _moments(stored, cfg, "mu"),
         _moments(stored, cfg, "nu"),
-        _number(stored, ("opt", "count")),
-        _number(stored, skipped) if skipped in stored.paths() else 0,
+        _stored_number(stored, ("opt", "count")),
+        _stored_number(stored, skipped) if skipped in stored.paths() else 0,
         apart,
     )
 
@@ -184,7 +183,7 @@ def _moments(stored: StoredArrays, cfg: Config, word: str) -> Source:
     return Source(cfg.model, read, lambda: None, trained_paths(cfg.model))
 
 
-def _number(stored: StoredArrays, place: Leaf) -> int:
+def _stored_number(stored: StoredArrays, place: Leaf) -> int:
     with stored.readable(place):
         return int(stored.open(place).read().result())
 
