@@ -59,6 +59,11 @@ YARN = {
     "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+T5 = {
+    "num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 3, "swiglu": False,
+    "group_query_attention": False, "normalization": "LayerNorm", "add_bias_linear": True,
+    "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "experts": EXPERTS,
@@ -84,8 +89,14 @@ MODELS = {
         "swiglu": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": False,
         "group_query_attention": False, "kv_channels": 4, "bert_binary_head": True,
     },
+    "t5": T5,
+    "t5 relative": T5 | {
+        "position_embedding_type": "relative", "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12, "untie_embeddings_and_output_weights": True,
+        "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+    },
 }  # fmt: skip
-KINDS = {"hybrid": "hybrid", "bert": "bert"}
+KINDS = {"hybrid": "hybrid", "bert": "bert", "t5": "t5", "t5 relative": "t5"}
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip": 1.0}
 SCHEDULE = {"min_lr": 1e-3, "warmup": 2, "decay_steps": 8, "decay": "cosine"}
 
@@ -107,7 +118,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (2, 16))
 
 
-def logits(folder: Path) -> np.ndarray:
+def logits(folder: Path, name: str) -> np.ndarray:
     source = megatron_source(folder)
     source.check()
     definition = definition_of(source.cfg)
@@ -117,7 +128,10 @@ def logits(folder: Path) -> np.ndarray:
     }
     params = nnx.traversals.unflatten_mapping(leaves)
     with jax.default_matmul_precision("highest"):
-        return np.asarray(definition.bind(params)(jnp.asarray(tokens())))
+        model, ids = definition.bind(params), jnp.asarray(tokens())
+        if KINDS.get(name) == "t5":
+            return np.asarray(model(ids, target=ids[:, ::-1]))
+        return np.asarray(model(ids))
 
 
 @pytest.mark.parametrize(
@@ -126,12 +140,13 @@ def logits(folder: Path) -> np.ndarray:
     + [("sigmoid", (2, 1, 1), (1, 1, 2)), ("latent experts", (1, 1, 1), (1, 1, 1))]
     + [("mla", (2, 2, 1), (2, 1, 1)), ("mla yarn", (1, 2, 1), (1, 1, 1))]
     + [("mtp", (1, 2, 1), (1, 1, 1)), ("hybrid", (2, 1, 1), (1, 1, 1))]
-    + [("bert", (2, 1, 1), (1, 1, 1))],
+    + [("bert", (2, 1, 1), (1, 1, 1)), ("t5", (2, 1, 1), (1, 1, 1))]
+    + [("t5 relative", (1, 1, 1), (2, 1, 1))],
 )
 def test_logits_are_equal_both_ways(tmp_path, name, written, read):
     theirs = run_megatron(tmp_path / "a", name, written, write=str(tmp_path / "a/c"))["logits"]
     bound = 1e-5 * np.abs(theirs).max()
-    assert np.abs(logits(tmp_path / "a/c") - theirs).max() < bound
+    assert np.abs(logits(tmp_path / "a/c", name) - theirs).max() < bound
     export_torch_dist(megatron_source(tmp_path / "a/c"), tmp_path / "out", "float32", "local")
     back = run_megatron(tmp_path / "b", name, read, read=str(tmp_path / "out/release"))
     assert np.abs(back["logits"] - theirs).max() < bound

@@ -24,7 +24,7 @@ from mjax.errors import UserError
 from mjax.interop.megatron.data_files import DataFiles, unfinished_folder
 from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
 from mjax.interop.megatron.optimizer_state import optimizer_state, trained_paths
-from mjax.interop.megatron.parameter_names import layers_in_stack
+from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack
 from mjax.interop.megatron.parameters import (
     Option,
     leading_axes,
@@ -42,7 +42,7 @@ from mjax.interop.megatron.torch_pickle import (
     tensor_archive,
     tensor_metadata,
 )
-from mjax.interop.megatron.written_arguments import megatron_arguments
+from mjax.interop.megatron.written_arguments import megatron_arguments, megatron_kind
 from mjax.interop.megatron.written_run import WrittenRun
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
@@ -124,6 +124,7 @@ class _Writer:
         self.files, self.cfg, self.args = files, cfg, args
         self.specs = flat(definition_of(cfg).specs)
         self.entries: dict[str, Instance] = {}
+        self.twins = T5_TWINS if megatron_kind(cfg) == "t5" else {}
 
     def write_part(self, part: WrittenPart) -> None:
         """Write all parameters of a part under Megatron's names."""
@@ -140,15 +141,24 @@ class _Writer:
             entry = tensor_metadata(part.dtype, shape, chunks)
             self.entries[part.prefix + name] = entry
             if part.also:
-                self.files.alias(part.prefix + name, part.also + name)
-                self.entries[part.also + name] = entry
+                self._alias(part.prefix + name, part.also + name)
+            for one, twin in self.twins.items():
+                if name.startswith(one):
+                    for prefix in dict.fromkeys((part.prefix, part.also or part.prefix)):
+                        self._alias(prefix + name, prefix + name.replace(one, twin))
             linear = name.removesuffix(".z")  # the first part of a mixer's projection
             if not part.prefix and linear.endswith(_WITH_EXTRA_STATE):
                 self._write_extra_states(linear, target.sizes)
 
+    def _alias(self, name: str, other: str) -> None:
+        self.files.alias(name, other)
+        self.entries[other] = self.entries[name]
+
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
-        self._write_extra_states("output_layer.weight", ())
+        heads = [one for one in self.twins if one.endswith("output_layer.")]
+        for head in ("output_layer.", *heads):
+            self._write_extra_states(f"{head}weight", ())
         self.files.close()
         folder = self.files.folder
         (folder / "common.pt").write_bytes(archive(common))

@@ -45,7 +45,7 @@ class WrittenRun:
     apart: bool
 
     def common(self, model_args: dict) -> dict:
-        """Make what is not sharded: optimizer, scheduler, iteration, the model's arguments and ours."""
+        """Make what is not sharded: optimizer, scheduler, iteration, and all arguments."""
         optimizer = self._optimizer(experts=False)
         if self.apart:
             optimizer = {0: optimizer, 1: self._optimizer(experts=True)}
