@@ -128,18 +128,20 @@ def read_weights(folder: Path) -> Source:
     return stored_source(where, cfg, flat(definition_of(cfg).specs))
 
 
-def stored_source(where: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]) -> Source:
-    """The parameters, declared by path, that the step in `where` holds."""
+def stored_source(
+    where: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec], part: Leaf = ("params",)
+) -> Source:
+    """The parameters, declared by path, that the step in `where` holds, or moments in `part`."""
     stored = StoredArrays(where)
     state, digests = stored.state, digest.read_digests(where)
 
     @cache
     def store(path: Leaf) -> ts.TensorStore:
-        return stored.open(("params", *path))
+        return stored.open((*part, *path))
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         array = store(path)
-        with stored.readable(("params", *path)):
+        with stored.readable((*part, *path)):
             return array[index].read().result()
 
     def check() -> None:

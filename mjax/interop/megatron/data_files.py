@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from mjax.config.languages.paths import require_files
 from mjax.errors import UserError, or_user_error
@@ -35,8 +35,8 @@ class StoredPart(NamedTuple):
 class DataFiles:
     """Appends parts to the data files in `folder`; what the journal has is not made again."""
 
-    def __init__(self, folder: Path, journal: Path):
-        self.folder, self.places = folder, []
+    def __init__(self, folder: Path, journal: TextIO):
+        self.folder, self.places, self._journal = folder, [], journal
         self._found = {(part.name, part.offsets): part for part in _journaled(journal)}
         self._ends: dict[str, int] = {}
         for part in self._found.values():
@@ -44,8 +44,6 @@ class DataFiles:
             self._ends[part.file] = max(self._ends.get(part.file, 0), end)
         for file in folder.glob("*.distcp"):
             os.truncate(file, self._ends.get(file.name, 0))  # what a killed process began
-        self._journal = journal.open("a")
-        self._file = None
 
     def append(self, name: str, offsets: _Offsets, content: Callable[[], bytes]) -> None:
         """Write a part, unless it is there."""
@@ -57,43 +55,34 @@ class DataFiles:
         own = [part for part in self.places if part.name == name]
         self.places += [part._replace(name=other) for part in own]
 
-    def close(self) -> None:
-        for file in (self._file, self._journal):
-            if file is not None:
-                file.close()
-
     def _write(self, name: str, offsets: _Offsets, content: bytes) -> StoredPart:
         number = max(len(self._ends) - 1, 0)
         number += self._ends.get(f"__0_{number}.distcp", 0) >= FILE_BYTES
         file = f"__0_{number}.distcp"
-        if self._file is None or os.path.basename(self._file.name) != file:
-            if self._file is not None:
-                self._file.close()
-            self._file = (self.folder / file).open("ab", buffering=0)
-        first = self._file.tell()
-        self._file.write(content)
-        self._ends[file] = first + len(content)
-        part = StoredPart(name, offsets, file, first, len(content))
-        self._journal.write(json.dumps(part) + "\n")
-        self._journal.flush()
+        part = StoredPart(name, offsets, file, self._ends.get(file, 0), len(content))
+        with (self.folder / file).open("ab") as data:
+            data.write(content)
+        self._ends[file] = part.first + part.length
+        print(json.dumps(part), file=self._journal, flush=True)
         return part
 
 
-def _journaled(journal: Path) -> Iterator[StoredPart]:
+def _journaled(journal: TextIO) -> Iterator[StoredPart]:
     """Yield the parts that a journal names; a line that is not whole ends it."""
-    whole = 0
-    for line in journal.read_bytes().splitlines(keepends=True) if journal.exists() else ():
+    journal.seek(0)
+    whole = len(journal.readline())  # the command
+    for line in journal.readlines():
         try:
             name, offsets, *place = json.loads(line)
         except (ValueError, TypeError):
-            os.truncate(journal, whole)
-            return
+            break
         whole += len(line)
         yield StoredPart(name, None if offsets is None else tuple(offsets), *place)
+    journal.truncate(whole)
 
 
 @contextlib.contextmanager
-def unfinished_folder(out: Path, command: dict) -> Iterator[tuple[Path, Path]]:
+def unfinished_folder(out: Path, command: dict) -> Iterator[tuple[Path, TextIO]]:
     """The folder that becomes `out` if the block ends well, and its journal.
 
     A process that is killed, or that finds a device full, leaves it to the next one of the same
@@ -104,34 +93,22 @@ def unfinished_folder(out: Path, command: dict) -> Iterator[tuple[Path, Path]]:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} exists already; give another folder, or remove it")
     folder = out.with_name(f".{out.name}.unfinished")
-    journal, said = folder / _JOURNAL, folder / f"{_JOURNAL}-of"
     again = "free or mend it and start again, which goes on"
     with or_user_error(f"cannot write folder {folder}: {{reason}}; {again}"):
         folder.mkdir(parents=True, exist_ok=True)
-        with said.open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as e:
-                raise UserError(f"{folder}: another process writes it; wait for it") from e
-            lock.seek(0)
-            if lock.read() != json.dumps(command):
-                _clear(folder, said)
-                lock.truncate(0)
-                lock.write(json.dumps(command))
-                lock.flush()
+        with (folder / _JOURNAL).open("a+", encoding="ascii", errors="replace") as journal:
+            with or_user_error(f"{folder}: another process writes it; wait for it"):
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            journal.seek(0)
+            if journal.readline() != json.dumps(command) + "\n":
+                for part in filter(Path.is_dir, folder.iterdir()):
+                    shutil.rmtree(part)
+                journal.truncate(0)
+                print(json.dumps(command), file=journal, flush=True)
             try:
                 yield folder, journal
             except UserError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            for file in (journal, said):
-                file.unlink()
+            (folder / _JOURNAL).unlink()
             folder.rename(out)
-
-
-def _clear(folder: Path, but: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path != but:
-            path.unlink()

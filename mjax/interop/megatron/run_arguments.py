@@ -133,22 +133,15 @@ def schedule_of_state(state: Mapping[str, object], args: Args, found: dict) -> l
     schedule |= {"lr": float(state["max_lr"]), "min_lr": float(state["min_lr"])}
     schedule["decay"] = DECAYS[state["lr_decay_style"]]
     for key in ("warmup_steps", "decay_steps"):
-        samples = state[f"lr_{key}"]
-        schedule[key] = samples // size
-        if samples % size:
-            lines.append(
-                f"opt_param_scheduler.lr_{key}={samples} samples are no whole steps of {size}"
-            )
-    optimizer["weight_decay"] = float(state["start_wd"])
-    optimizer.pop("weight_decay_end", None)
+        schedule[key], rest = divmod(state[f"lr_{key}"], size)
+        if rest:
+            lines.append(f"opt_param_scheduler.lr_{key} samples are no whole steps of {size}")
+    optimizer |= {"weight_decay": float(state["start_wd"]), "weight_decay_end": None}
     if state["end_wd"] != state["start_wd"]:
-        optimizer |= {"weight_decay_end": float(state["end_wd"])}
-        optimizer |= {"weight_decay_style": state["wd_incr_style"]}
-        steps = found.get("train", {}).get("steps")
-        if state["wd_incr_steps"] != size * (steps or 0):
-            lines.append(
-                "opt_param_scheduler: weight decay ramps over another time than train.steps"
-            )
+        optimizer["weight_decay_end"] = float(state["end_wd"])
+        optimizer["weight_decay_style"] = state["wd_incr_style"]
+        if state["wd_incr_steps"] != size * args("train_iters", 0):
+            lines.append("opt_param_scheduler.wd_incr_steps is not the time of args.train_iters")
     _fill_schedule(schedule, lines)
     return lines
 
@@ -216,20 +209,14 @@ def _reads_as_number(text: str) -> bool:
 def skipped_by(
     args: Mapping[str, object], state: Mapping[str, object], consumed: int, where: str
 ) -> int:
-    """The samples that the scheduler left out; `UserError` unless the run has consumed as many
-    as its config says at that step."""
-    saved = args.get("consumed_train_samples")
-    if saved is not None and saved != consumed:
+    """The samples that the scheduler left out; `UserError` unless the run has consumed as many as
+    its config says at that step."""
+    saved = args.get("consumed_train_samples", consumed)
+    counted = state.get("num_steps", consumed)
+    if saved != consumed or counted > consumed or (counted < consumed and not args.get("fp16")):
         raise UserError(
-            f"{where}: args.consumed_train_samples={saved}, but with its batch size that iteration "
-            f"is sample {consumed}: the run changed its batch; import weights alone, without "
-            "--with-optimizer"
+            f"{where}: args.consumed_train_samples={saved} and opt_param_scheduler.num_steps="
+            f"{counted}, but with its batch size that iteration is sample {consumed}: the run "
+            "changed its batch or schedule; import weights alone, without --with-optimizer"
         )
-    skipped = consumed - state.get("num_steps", consumed)
-    if skipped and (skipped < 0 or not args.get("fp16")):
-        raise UserError(
-            f"{where}: opt_param_scheduler.num_steps={state['num_steps']}, but that iteration is "
-            f"sample {consumed}: the schedule was changed midway; import weights alone, without "
-            "--with-optimizer"
-        )
-    return skipped
+    return consumed - counted

@@ -159,7 +159,6 @@ class _Writer:
         heads = [one for one in self.twins if one.endswith("output_layer.")]
         for head in ("output_layer.", *heads):
             self._write_extra_states(f"{head}weight", ())
-        self.files.close()
         folder = self.files.folder
         (folder / "common.pt").write_bytes(archive(common))
         (folder / ".metadata").write_bytes(metadata_file(self.entries, self.files.places))

@@ -145,13 +145,10 @@ def _layers_arguments(cfg: ModelConfig) -> dict:
 
 def _t5_arguments(cfg: ModelConfig) -> dict:
     encoder = cfg.layer_kinds.count("bidirectional+mlp")
-    return {
-        "num_layers": encoder,
-        "encoder_num_layers": encoder,
-        "decoder_num_layers": cfg.num_hidden_layers - encoder,
-        "relative_attention_num_buckets": cfg.relative.num_buckets,
-        "relative_attention_max_distance": cfg.relative.max_distance,
-    }
+    found = {"num_layers": encoder, "encoder_num_layers": encoder}
+    found["decoder_num_layers"] = cfg.num_hidden_layers - encoder
+    found["relative_attention_num_buckets"] = cfg.relative.num_buckets
+    return found | {"relative_attention_max_distance": cfg.relative.max_distance}
 
 
 def _experts_arguments(cfg: ModelConfig) -> dict:

@@ -1,6 +1,7 @@
 """What mjax writes for Megatron-LM comes back as it was, and an export that was killed goes on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,9 +13,11 @@ from mjax.checkpoint.base.stored import StoredArrays
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config import Config
 from mjax.errors import UserError
-from mjax.interop.megatron import data_files, writing
+from mjax.interop.megatron import data_files, torch_pickle, writing
+from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.run_folder import import_run
 from mjax.interop.megatron.writing import export_torch_dist
+from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.interop.megatron.written_run import run_to_write
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
@@ -55,10 +58,16 @@ def export(run: Path, out: Path) -> None:
     export_torch_dist(source_of(run), out, "float32", "local", written, str(run))
 
 
-def test_a_run_comes_back_with_its_optimizer_and_schedule(run, tmp_path):
-    export(run, tmp_path / "out")
-    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "5"
-    import_run(tmp_path / "out", tmp_path / "back")
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "out"
+    export(run, out)
+    return out
+
+
+def test_a_run_comes_back_with_its_optimizer_and_schedule(run, exported, tmp_path):
+    assert (exported / "latest_checkpointed_iteration.txt").read_text() == "5"
+    import_run(exported, tmp_path / "back")
     ours, back = (StoredArrays(folder / "checkpoints/5") for folder in (run, tmp_path / "back"))
     assert len(ours.paths()) == len(set(back.paths()) & set(ours.paths())) > 20
     for path in ours.paths():
@@ -136,3 +145,57 @@ def test_a_run_that_megatron_cannot_go_on_with_is_named(run, tmp_path):
     write_run(tmp_path / "run", optimizer={"name": "muon"})
     with pytest.raises(UserError, match=r"no counterpart of optimizer.name='muon'"):
         run_to_write(str(tmp_path / "run"), apart=False)
+
+
+SCHEDULERS = {
+    "a list": [1],
+    "an unknown style": {"lr_decay_style": "sine"},
+    "a word as a number": {"max_lr": "fast"},
+    "no number": {"lr_decay_steps": None},
+    "a part of a step": {"lr_warmup_steps": 5},
+    "another time of decay": {"wd_incr_steps": 4},
+    "a sample that is not its own": {"num_steps": 9},
+    "more samples than there were": {"num_steps": 12},
+    "a word as samples": {"num_steps": "ten"},
+}
+
+
+OFTEN = ("a list", "a part of a step", "a sample that is not its own")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n in SCHEDULERS]
+)
+def test_a_scheduler_that_is_damaged_is_one_line(run, exported, tmp_path, name):
+    written, wrong = run_to_write(str(run), apart=False), SCHEDULERS[name]
+    common = written.common(megatron_arguments(written.cfg.model, "local"))
+    common["args"] = torch_pickle.namespace(common["args"])
+    right = common["opt_param_scheduler"]
+    common["opt_param_scheduler"] = wrong if isinstance(wrong, list) else right | wrong
+    folder = shutil.copytree(exported / "iter_0000005", tmp_path / "c")
+    (folder / "common.pt").write_bytes(torch_pickle.archive(common))
+    with pytest.raises(UserError) as error:
+        import_run(folder, tmp_path / "back")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "back").exists()
+
+
+T5 = {
+    "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8,
+    "padded_vocab_size": 64, "position_embedding_type": "relative", "norm_epsilon": 1e-5,
+    "normalization": "LayerNorm", "add_bias_linear": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind,wrong",
+    [("t5", {"num_experts": 4, "moe_router_topk": 1}), ("t5", {"qk_layernorm": True}), ("gpt", {})]
+    + [
+        ("t5", {"window_size": (4, 0)}),
+        ("t5", {"group_query_attention": True, "num_query_groups": 1}),
+    ],
+)
+def test_a_t5_that_mjax_lacks_is_one_line(kind, wrong):
+    assert model_config(T5, "x", "t5").layer_kinds[-1] == "full+cross+mlp"
+    with pytest.raises(UserError, match=r"x: .*cannot be imported"):
+        model_config(T5 | wrong, "x", kind)
