@@ -242,6 +242,8 @@ def _export_megatron(args: argparse.Namespace) -> int:
         raise UserError("--verify compares with transformers; --megatron reads back what it writes")
     if args.dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {args.dtype}: torch_dist is written as float32 or bfloat16")
+    if args.expert_parallel and not args.with_optimizer:
+        raise UserError("--expert-parallel goes with --with-optimizer; weights are the same")
     source = source_of(args.ckpt)
     run = run_to_write(args.ckpt, args.expert_parallel) if args.with_optimizer else None
     of = str(newest_step(Path(args.ckpt)) or args.ckpt)
