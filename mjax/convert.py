@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     impls = ["transformer_engine", "local"]
     about = "whose modules' names Megatron's folder has"
     out.add_argument("--transformer-impl", choices=impls, default=impls[0], help=about)
+    about = "with --megatron: an iteration that goes on, with optimizer and place in the data"
+    out.add_argument("--with-optimizer", action="store_true", help=about)
+    about = "with --with-optimizer: for Megatron with --expert-model-parallel-size above 1"
+    out.add_argument("--expert-parallel", action="store_true", help=about)
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
         kinds = ["float32", "bfloat16", *(_NARROW if one is out else [])]
@@ -151,6 +155,8 @@ def _export(args: argparse.Namespace) -> int:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")
     if args.megatron:
         return _export_megatron(args)
+    if args.with_optimizer:
+        raise UserError("--with-optimizer goes with --megatron: Hugging Face has weights alone")
     if args.verify and args.dtype.startswith("float8"):
         raise UserError("--verify has a bound for exact weights; leave it out with float8")
     size = math.ceil(args.max_shard_gb * 1e9)
@@ -227,14 +233,21 @@ def _with_revision(args: argparse.Namespace) -> str:
 
 
 def _export_megatron(args: argparse.Namespace) -> int:
+    from mjax.checkpoint.base.steps import newest_step
     from mjax.interop.megatron.writing import export_torch_dist
+    from mjax.interop.megatron.written_run import run_to_write
     from mjax.interop.sources import source_of
 
     if args.verify:
         raise UserError("--verify compares with transformers; --megatron reads back what it writes")
     if args.dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {args.dtype}: torch_dist is written as float32 or bfloat16")
-    export_torch_dist(source_of(args.ckpt), args.megatron, args.dtype, args.transformer_impl)
+    if args.expert_parallel and not args.with_optimizer:
+        raise UserError("--expert-parallel goes with --with-optimizer; weights are the same")
+    source = source_of(args.ckpt)
+    run = run_to_write(args.ckpt, args.expert_parallel) if args.with_optimizer else None
+    of = str(newest_step(Path(args.ckpt)) or args.ckpt)
+    export_torch_dist(source, args.megatron, args.dtype, args.transformer_impl, run, of)
     print(f"{args.megatron}: torch_dist for Megatron-LM as {args.dtype}")
     return 0
 

@@ -70,10 +70,10 @@ def write_step(
     parts: Mapping[Leaf, StatePart],
     record: dict,
     extras: Mapping[str, bytes] | None = None,
-    numbers: Mapping[Leaf, int] | None = None,
+    numbers: Mapping[Leaf, int | np.float32] | None = None,
 ) -> None:
-    """Write the step `folder`, whose name is its number: `parts` and int32 `numbers` by their place
-    in the state, and the record of what made them."""
+    """Write the step `folder`, whose name is its number: `parts` and `numbers`, int32 or fp32, by
+    their place in the state, and the record of what made them."""
     state, meta = folder / "state", folder / "meta"
     state.mkdir(parents=True)
     meta.mkdir()
@@ -91,9 +91,10 @@ def write_step(
                 tasks.append(partial(_copy, source_read, path, index, array, block, kind))
     for place, number in (numbers or {}).items():
         places.append(place)
-        array = _create(state, place, (), (), np.dtype(np.int32))
+        kind = np.dtype(np.int32 if isinstance(number, int) else np.float32)
+        array = _create(state, place, (), (), kind)
         read = partial(_scalar_block, number)
-        tasks.append(partial(_copy, read, place, (), array, (), np.dtype(np.int32)))
+        tasks.append(partial(_copy, read, place, (), array, (), kind))
     digests = dict(run_all(tasks))
     (state / "_METADATA").write_text(json.dumps(_tree_metadata(places)), encoding="utf-8")
     versions = {"mjax": mjax.__version__, "jax": jax.__version__}
@@ -109,8 +110,8 @@ def _zero_block(kind: np.dtype, path: Leaf, index: Index) -> np.ndarray:
     return np.zeros([s.stop - s.start for s in index], kind)
 
 
-def _scalar_block(number: int, path: Leaf, index: Index) -> np.ndarray:
-    return np.asarray(number, np.int32)
+def _scalar_block(number: int | np.float32, path: Leaf, index: Index) -> np.ndarray:
+    return np.asarray(number)
 
 
 def read_weights(folder: Path) -> Source:
@@ -127,18 +128,20 @@ def read_weights(folder: Path) -> Source:
     return stored_source(where, cfg, flat(definition_of(cfg).specs))
 
 
-def stored_source(where: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]) -> Source:
-    """The parameters, declared by path, that the step in `where` holds."""
+def stored_source(
+    where: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec], part: Leaf = ("params",)
+) -> Source:
+    """The parameters, declared by path, that the step in `where` holds, or moments in `part`."""
     stored = StoredArrays(where)
     state, digests = stored.state, digest.read_digests(where)
 
     @cache
     def store(path: Leaf) -> ts.TensorStore:
-        return stored.open(("params", *path))
+        return stored.open((*part, *path))
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         array = store(path)
-        with stored.readable(("params", *path)):
+        with stored.readable((*part, *path)):
             return array[index].read().result()
 
     def check() -> None:

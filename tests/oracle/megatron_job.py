@@ -49,7 +49,9 @@ def _rank(rank: int, job: dict, world: int) -> None:
     _stand_ins()
     _OnCpu().__enter__()
     args = argparse.Namespace(**job["args"])
-    model = {"gpt": _gpt, "bert": _bert, "hybrid": _hybrid}[job.get("kind", "gpt")](args, job)
+    model = {"gpt": _gpt, "bert": _bert, "hybrid": _hybrid, "t5": _t5}[job.get("kind", "gpt")](
+        args, job
+    )
     if job.get("noise", True):
         _disturb(model)
     _run(job, args, model)
@@ -99,10 +101,11 @@ def _stand_ins() -> None:
         module.MegatronModule.__init__(self, config=config)
         self.softmax_scale, self.layer_number = softmax_scale, layer_number
 
-    def attend(self, q, k, v, mask, **_):
+    def attend(self, q, k, v, mask, attention_bias=None, **_):
         scale = self.softmax_scale or q.shape[-1] ** -0.5
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         scores = torch.einsum("sbnh,tbnh->bnst", q, k) * scale
+        scores = scores if attention_bias is None else scores + attention_bias
         probs = scores.masked_fill(mask, -torch.inf).softmax(-1)
         return torch.einsum("bnst,tbnh->sbnh", probs, v).flatten(2)
 
@@ -213,6 +216,29 @@ def _bert(args, job):
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True,
         parallel_output=True,
+    )
+
+
+def _t5(args, job):
+    import dataclasses
+
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    t5_spec.TENorm = WrappedTorchNorm  # the last norms, which come from Transformer Engine alone
+    config = _config(args, job)
+    return T5Model(
+        dataclasses.replace(config, num_layers=args.decoder_num_layers),
+        dataclasses.replace(config, num_layers=args.encoder_num_layers),
+        t5_spec.get_t5_encoder_with_local_block_spec(args.encoder_num_layers),
+        t5_spec.get_t5_decoder_with_local_block_spec(args.decoder_num_layers),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        relative_attention_num_buckets=getattr(args, "relative_attention_num_buckets", 32),
+        relative_attention_max_distance=getattr(args, "relative_attention_max_distance", 128),
     )
 
 
@@ -402,6 +428,10 @@ def _forward(model, config_tokens, labels=None, kind="gpt"):
 
         y, _ = model(tokens, torch.ones_like(tokens), tokentype_ids=torch.zeros_like(tokens))
         return gather(y)
+    if kind == "t5":
+        whole = torch.zeros_like(mask)
+        y = model(tokens, tokens.flip(1), whole, mask, whole)
+        return gather_from_tensor_model_parallel_region(y)
     y = model(tokens, position, mask, labels=labels)
     if not last:
         torch.distributed.send(y.detach(), ps.get_pipeline_model_parallel_next_rank())
@@ -425,10 +455,16 @@ def _state(model, optimizer=None, job=None, loading=False):
 def _optimizer(model, job):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     o = job["optimizer"]
     dist = o.get("distributed", False)
+    # Its loader of states by parameter asks torch's Adam for a step, which only groups have.
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: put(
+        self, param, {"step": None} | tensors
+    )
     ddp = DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(use_distributed_optimizer=dist, grad_reduce_in_fp32=True),
@@ -437,7 +473,7 @@ def _optimizer(model, job):
     config = OptimizerConfig(
         optimizer="adam",
         lr=o["lr"],
-        min_lr=0.0,
+        min_lr=o.get("min_lr", 0.0),
         weight_decay=o["weight_decay"],
         adam_beta1=o["b1"],
         adam_beta2=o["b2"],
@@ -452,10 +488,10 @@ def _optimizer(model, job):
         optimizer,
         init_lr=0.0,
         max_lr=o["lr"],
-        min_lr=0.0,
-        lr_warmup_steps=0,
-        lr_decay_steps=100 * job["batch"],
-        lr_decay_style="constant",
+        min_lr=o.get("min_lr", 0.0),
+        lr_warmup_steps=o.get("warmup", 0) * job["batch"],
+        lr_decay_steps=o.get("decay_steps", 100) * job["batch"],
+        lr_decay_style=o.get("decay", "constant"),
         start_wd=o["weight_decay"],
         end_wd=o["weight_decay"],
         wd_incr_steps=100 * job["batch"],
@@ -498,7 +534,12 @@ def _run(job, args, model) -> None:
     own = ddp.module if ddp is not None else model
     common = {"args": args, "checkpoint_version": 3.0, "iteration": job.get("iteration", 7)}
     if "read" in job:
-        state = _state(own, optimizer, job, loading=True)
+        metadata = dist_checkpointing.load_content_metadata(job["read"])
+        own_job = job | ({"metadata": metadata} if metadata else {})
+        if optimizer is not None:  # torch's Adam has state after a step alone
+            still = SimpleNamespace(step=lambda increment: None)
+            _train(ddp, optimizer, still, torch.tensor(job["then"])[:1])
+        state = _state(own, optimizer, own_job, loading=True)
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
         loaded = dist_checkpointing.load(
@@ -509,7 +550,12 @@ def _run(job, args, model) -> None:
         own.load_state_dict(loaded["model"])
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
+            for own_optimizer in optimizer.chained_optimizers:
+                for kept in own_optimizer.optimizer.state.values():
+                    kept["step"] = kept["step"].clone()  # else one tensor of all, for torch's Adam
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            found["samples"] = scheduler.num_steps
+            found["consumed"] = loaded["args"].consumed_train_samples
     tokens = torch.tensor(job["tokens"])
     rank = ps.get_data_parallel_rank()
     if job.get("train"):

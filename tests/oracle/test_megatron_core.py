@@ -17,10 +17,14 @@ import pytest
 from flax import nnx
 
 from mjax.checkpoint.base.source import flat
-from mjax.config import load
+from mjax.config import Config, load
+from mjax.config.schema.model import ModelConfig
+from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.parameters import megatron_source
 from mjax.interop.megatron.run_folder import import_run
 from mjax.interop.megatron.writing import export_torch_dist
+from mjax.interop.megatron.written_run import run_to_write
+from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from mjax.train.trainer import Trainer
 
@@ -55,6 +59,11 @@ YARN = {
     "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+T5 = {
+    "num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 3, "swiglu": False,
+    "group_query_attention": False, "normalization": "LayerNorm", "add_bias_linear": True,
+    "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "experts": EXPERTS,
@@ -80,9 +89,16 @@ MODELS = {
         "swiglu": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": False,
         "group_query_attention": False, "kv_channels": 4, "bert_binary_head": True,
     },
+    "t5": T5,
+    "t5 relative": T5 | {
+        "position_embedding_type": "relative", "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12, "untie_embeddings_and_output_weights": True,
+        "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+    },
 }  # fmt: skip
-KINDS = {"hybrid": "hybrid", "bert": "bert"}
+KINDS = {"hybrid": "hybrid", "bert": "bert", "t5": "t5", "t5 relative": "t5"}
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip": 1.0}
+SCHEDULE = {"min_lr": 1e-3, "warmup": 2, "decay_steps": 8, "decay": "cosine"}
 
 
 def run_megatron(folder: Path, name: str, sizes: tuple[int, int, int], **more) -> dict:
@@ -93,7 +109,8 @@ def run_megatron(folder: Path, name: str, sizes: tuple[int, int, int], **more) -
     job |= {"ep": ep, "result": str(folder / "result.npz"), "tokens": tokens().tolist(), **more}
     (folder / "job.json").write_text(json.dumps(job))
     command = [PYTHON, "-W", "ignore", str(JOB), str(folder / "job.json")]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     return dict(np.load(job["result"]))
 
 
@@ -101,7 +118,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (2, 16))
 
 
-def logits(folder: Path) -> np.ndarray:
+def logits(folder: Path, name: str) -> np.ndarray:
     source = megatron_source(folder)
     source.check()
     definition = definition_of(source.cfg)
@@ -111,7 +128,10 @@ def logits(folder: Path) -> np.ndarray:
     }
     params = nnx.traversals.unflatten_mapping(leaves)
     with jax.default_matmul_precision("highest"):
-        return np.asarray(definition.bind(params)(jnp.asarray(tokens())))
+        model, ids = definition.bind(params), jnp.asarray(tokens())
+        if KINDS.get(name) == "t5":
+            return np.asarray(model(ids, target=ids[:, ::-1]))
+        return np.asarray(model(ids))
 
 
 @pytest.mark.parametrize(
@@ -120,12 +140,13 @@ def logits(folder: Path) -> np.ndarray:
     + [("sigmoid", (2, 1, 1), (1, 1, 2)), ("latent experts", (1, 1, 1), (1, 1, 1))]
     + [("mla", (2, 2, 1), (2, 1, 1)), ("mla yarn", (1, 2, 1), (1, 1, 1))]
     + [("mtp", (1, 2, 1), (1, 1, 1)), ("hybrid", (2, 1, 1), (1, 1, 1))]
-    + [("bert", (2, 1, 1), (1, 1, 1))],
+    + [("bert", (2, 1, 1), (1, 1, 1)), ("t5", (2, 1, 1), (1, 1, 1))]
+    + [("t5 relative", (1, 1, 1), (2, 1, 1))],
 )
 def test_logits_are_equal_both_ways(tmp_path, name, written, read):
     theirs = run_megatron(tmp_path / "a", name, written, write=str(tmp_path / "a/c"))["logits"]
     bound = 1e-5 * np.abs(theirs).max()
-    assert np.abs(logits(tmp_path / "a/c") - theirs).max() < bound
+    assert np.abs(logits(tmp_path / "a/c", name) - theirs).max() < bound
     export_torch_dist(megatron_source(tmp_path / "a/c"), tmp_path / "out", "float32", "local")
     back = run_megatron(tmp_path / "b", name, read, read=str(tmp_path / "out/release"))
     assert np.abs(back["logits"] - theirs).max() < bound
@@ -139,21 +160,68 @@ def test_the_next_three_steps_are_equal(tmp_path, name, distributed, ep):
         tmp_path / "a",
         name,
         (1, 1, ep),
+        args=BASE | MODELS[name] | {"global_batch_size": 4, "train_iters": 100},
+        iteration=3,
         write=str(tmp_path / "a/c"),
-        optimizer=OPTIMIZER | {"distributed": distributed},
+        optimizer=OPTIMIZER | SCHEDULE | {"distributed": distributed},
         metadata={"distrib_optim_sharding_type": "fully_reshardable"},
         batch=4,
         train=before.tolist(),
         then=after.tolist(),
     )
     import_run(tmp_path / "a/c", tmp_path / "run")
-    keys = ["schedule.lr=0.01", "schedule.decay=constant", "data.seq_length=16"]
-    cfg = load(tmp_path / "run/config.yaml", keys)
+    cfg = load(tmp_path / "run/config.yaml", ["data.seq_length=16"])
     with jax.default_matmul_precision("highest"):
         trainer = Trainer(cfg, devices=jax.devices()[:1])
-        assert trainer.restore() == 7
+        assert trainer.restore() == 3
         losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
     np.testing.assert_allclose(losses, found["losses_after"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name,distributed,sizes",
+    [("llama", True, (2, 1, 1)), ("llama", False, (1, 1, 1)), ("experts", True, (1, 1, 2))],
+)
+def test_megatron_takes_the_next_three_steps_of_a_run(tmp_path, name, distributed, sizes):
+    """The scheduler's numbers are in the state alone, and Megatron compares them with its own."""
+    rng = np.random.default_rng(1)
+    before, after = rng.integers(0, VOCAB, (2, 3, 4, 17))
+    cfg = run_of_model(model_config(BASE | MODELS[name], name), tmp_path / "run")
+    with jax.default_matmul_precision("highest"):
+        trainer = Trainer(cfg, devices=jax.devices()[:1])
+        trainer.init()
+        for rows in before:
+            trainer.step(batch(rows))
+        trainer.save()
+        losses = [float(trainer.step(batch(rows))["loss"]) for rows in after]
+    path = str(tmp_path / "run")
+    run = run_to_write(path, apart=sizes[2] > 1)
+    export_torch_dist(source_of(path), tmp_path / "out", "float32", "local", run)
+    back = run_megatron(
+        tmp_path / "b",
+        name,
+        sizes,
+        read=str(tmp_path / "out/iter_0000003"),
+        optimizer=OPTIMIZER | SCHEDULE | {"distributed": distributed},
+        batch=4,
+        then=after.tolist(),
+    )
+    assert (back["iteration"], back["samples"], back["consumed"]) == (3, 12, 12)
+    np.testing.assert_allclose(back["losses_after"], losses, atol=1e-5, rtol=0)
+
+
+def run_of_model(model: ModelConfig, folder: Path) -> Config:
+    groups = {
+        "model": model.model_dump(),
+        "run": {"dir": str(folder)},
+        "data": {"mock": True, "seq_length": 16},
+        "train": {"steps": 100, "global_batch_size": 4},
+        "optimizer": {"b1": 0.9, "b2": 0.95},
+        "schedule": {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "decay_steps": 8},
+        "precision": {"compute": "float32"},
+        "checkpoint": {"async_save": False},
+    }
+    return Config.model_validate(groups)
 
 
 def batch(rows: np.ndarray) -> dict[str, np.ndarray]:

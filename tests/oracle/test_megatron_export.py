@@ -34,6 +34,10 @@ MODELS = {
             "scoring_func": "sigmoid", "expert_bias": True, "shared_expert_gate": True,
         },
     },
+    "t5": {
+        "layer_pattern": "bidirectional+mlp, full+cross+mlp", "position_embedding": "relative",
+        "attention": HEADS | {"num_key_value_heads": 4},
+    },
     "hybrid": {
         "layer_pattern": "megatron:M*-E", "num_hidden_layers": 4, "attention": HEADS,
         "mamba": {"mamba_num_heads": 4, "mamba_head_dim": 8, "state_size": 8, "n_groups": 2},

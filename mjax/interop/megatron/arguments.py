@@ -18,6 +18,7 @@ from mjax.interop.megatron.arguments_of_parts import (
     hybrid_fields,
     is_hybrid,
     latent_fields,
+    t5_fields,
 )
 from mjax.interop.megatron.saved_arguments import Args
 
@@ -35,20 +36,20 @@ OFF = (
 
 # Where it is looked at, the argument must be one of these.
 CHOICES = {
-    "position_embedding_type": ("rope", "learned_absolute", "none"),
+    "position_embedding_type": ("rope", "learned_absolute", "none", "relative"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "softmax_type": ("vanilla", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
 }
 
-_POSITION_NAMES = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
+_POSITION_NAMES = {"learned_absolute": "learned"}  # where ours differs
 _NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") -> ModelConfig:
     """The model of saved arguments; `UserError` names the argument that stands against it.
 
-    `kind`: gpt (hybrids, too) or bert.
+    `kind`: gpt (hybrids, too), bert or t5.
     """
     args = Args(values, where)
     dense = not args("num_experts")
@@ -79,8 +80,12 @@ def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") ->
         fields |= latent_fields(args)
     if is_hybrid(args):
         fields |= hybrid_fields(args)
-    if kind != "gpt":
+    if kind == "bert":
         fields |= bert_fields(args)
+    if kind == "t5":
+        fields |= t5_fields(args)
+    elif args("position_embedding_type") == "relative":
+        raise args.refuse("position_embedding_type", "is T5's alone")
     wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
     return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 
@@ -124,7 +129,8 @@ def _attention_fields(args: Args, bias: bool) -> dict:
 
 
 def _positions(args: Args) -> dict:
-    found = {"position_embedding": _POSITION_NAMES[args.need("position_embedding_type")]}
+    theirs = args.need("position_embedding_type")
+    found = {"position_embedding": _POSITION_NAMES.get(theirs, theirs)}
     if found["position_embedding"] != "rope":
         return found
     found["rope.rope_theta"] = float(args("rotary_base", 10000))

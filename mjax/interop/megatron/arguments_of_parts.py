@@ -1,4 +1,4 @@
-"""Saved arguments of latent attention, experts, hybrid patterns, BERT -> keys of a model.
+"""Saved arguments of latent attention, experts, hybrid patterns, BERT, T5 -> keys of a model.
 
 Source: megatron/core (transformer/transformer_config.py, transformer/moe/moe_utils.py,
 ssm/mamba_mixer.py, models/hybrid/hybrid_layer_allocation.py, models/bert).
@@ -156,4 +156,26 @@ def bert_fields(args: Args) -> dict:
         "bert.mlm_head": True,
         "bert.num_labels": labels,
         "bert.type_vocab_size": labels,
+    }
+
+
+_NOT_IN_T5 = (
+    "num_experts", "multi_latent_attention", "mtp_num_layers", "window_size", "no_rope_freq",
+    "qk_layernorm", "hybrid_layer_pattern", "group_query_attention",
+)  # fmt: skip
+
+
+def t5_fields(args: Args) -> dict:
+    """Keys of an encoder and a decoder, whose layers are one list here."""
+    for name in _NOT_IN_T5:
+        if args(name):
+            raise args.refuse(name, "with an encoder and a decoder")
+    encoder = args("encoder_num_layers") or args.need("num_layers")
+    decoder = args("decoder_num_layers") or args.need("num_layers")
+    return {
+        "layer_pattern": f"bidirectional+mlp*{encoder}, full+cross+mlp*{decoder}",
+        "num_hidden_layers": encoder + decoder,
+        "lm_head_bias": not args("untie_embeddings_and_output_weights", False),
+        "relative.num_buckets": args("relative_attention_num_buckets", 32),
+        "relative.max_distance": args("relative_attention_max_distance", 128),
     }

@@ -111,8 +111,16 @@ def _q(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> n
 
 
 def _kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
+    return _keys_and_values(fetch, cfg, box, _rows_of_group(cfg)[0])
+
+
+def _cross_kv(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
+    return _keys_and_values(fetch, cfg, box, 0)
+
+
+def _keys_and_values(fetch: Fetch, cfg: ModelConfig, box: list[slice], group: int) -> np.ndarray:
+    """Keys and values of heads, behind the queries of a group; cross-attention has none there."""
     *embed, pair, k, h = box
-    group, _ = _rows_of_group(cfg)
     x = _query_groups(fetch, cfg, group, k, embed)[:, group:][:, pair, h].swapaxes(0, 1)
     return np.moveaxis(x, -1, 0) if embed else x
 
@@ -144,5 +152,7 @@ Q = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 1), _q)
 Q_BIAS = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 0), _q)
 KV = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 1), _kv)
 KV_BIAS = MegatronLayout(lambda cfg, ours: _fused_shape(cfg, ours, 0), _kv)
+CROSS_KV = MegatronLayout(PAIR.shape, _cross_kv)
+CROSS_KV_BIAS = MegatronLayout(FLAT_PAIR.shape, _cross_kv)
 OUT = MegatronLayout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
 VOCABULARY = MegatronLayout(lambda cfg, ours: ours, _vocab)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from flax.traverse_util import flatten_dict
 
-from mjax.checkpoint.base.source import Source
+from mjax.checkpoint.base.source import Path, Source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.parameters import source_of_store
@@ -58,12 +58,17 @@ def optimizer_state(store: TorchDist, cfg: ModelConfig, model: Source) -> Optimi
     )
 
 
+def trained_paths(cfg: ModelConfig) -> frozenset[Path]:
+    """The parameters that have state: all but those that no gradient moves."""
+    specs = flatten_dict(definition_of(cfg).specs)
+    return frozenset(path for path, spec in specs.items() if not spec.counts)
+
+
 def _source(store: TorchDist, cfg: ModelConfig, tensors: dict, model: Source | None = None):
     """The tensors of one word. Parameters that no gradient moves have none; masters take `model`'s
     for them, moments are zero."""
     own = replace(store, tensors=tensors)
-    specs = flatten_dict(definition_of(cfg).specs)
-    trained = frozenset(path for path in specs if path[-1] != "expert_bias")
+    trained = trained_paths(cfg)
     source = source_of_store(own, cfg, lambda: own.check_files(set(tensors)), trained)
     if model is None:
         return source

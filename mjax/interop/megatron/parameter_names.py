@@ -1,4 +1,4 @@
-"""Megatron-LM's names of every parameter: GPT, hybrid and BERT models.
+"""Megatron-LM's names of every parameter: GPT, hybrid, BERT and T5 models.
 
 Layers are stacked on a leading axis or named by number, experts likewise. The first
 name that is there counts: those of Transformer Engine's modules, then those of Megatron's own.
@@ -9,6 +9,8 @@ from mjax.checkpoint.base.source import Path as Leaf
 from mjax.config.languages.layer_pattern import ENCODER, stack_of, stream_of
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.megatron.layouts import (
+    CROSS_KV,
+    CROSS_KV_BIAS,
     FLAT,
     FLAT_PAIR,
     GATED,
@@ -41,7 +43,7 @@ def _rows_of_norm(name: str, *layer_norms: str, also: str = "") -> dict[tuple[st
 
 
 _QKV, _FC1, _MIXER = "self_attention.linear_qkv", "mlp.linear_fc1", "mixer.in_proj"
-_SELF = "self_attention."
+_SELF, _CROSS = "self_attention.", "cross_attention."
 _IN = _MIXER + ".weight"
 _Q_UP, _KV_UP = _SELF + "linear_q_up_proj", _SELF + "linear_kv_up_proj"
 
@@ -64,6 +66,19 @@ WHOLE: dict[Leaf, Named] = {
     ("classifier", "bias"): (("binary_head.bias",), PLAIN),
 }  # fmt: skip
 
+_T5_HEAD = "lm_head.output_layer."
+T5_TWINS = {  # how the names of modules that are there twice begin
+    _T5_HEAD: "output_layer.",
+    "embedding.position_embeddings.": "position_embeddings.",
+}
+T5_WHOLE: dict[Leaf, Named] = {  # in the place of `WHOLE`
+    ("head",): ((_T5_HEAD + "weight",), VOCABULARY),
+    ("vocabulary_bias",): ((_T5_HEAD + "bias",), VOCABULARY),
+    **_rows_of_norm("joint.encoder_norm", also="encoder.final_layernorm"),
+    ("joint", "relative_B"): (("encoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
+    ("joint", "relative_G"): (("decoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
+}
+
 LAYER: dict[Leaf, Named] = {  # within a layer
     **_rows_of_norm("attention_norm", _QKV, also="input_layernorm"),
     ("attention", "q"): ((_QKV + ".weight",), Q),
@@ -75,6 +90,13 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("attention", "sinks"): ((_SELF + "core_attention.softmax_offset",), PLAIN),
     ("attention", "out"): ((_SELF + "linear_proj.weight",), OUT),
     ("attention", "out_bias"): ((_SELF + "linear_proj.bias",), PLAIN),
+    **_rows_of_norm("cross_attention_norm", also="pre_cross_attn_layernorm"),
+    ("cross_attention", "q"): ((_CROSS + "linear_q.weight",), OF_ROWS),
+    ("cross_attention", "q_bias"): ((_CROSS + "linear_q.bias",), FLAT),
+    ("cross_attention", "kv"): ((_CROSS + "linear_kv.weight",), CROSS_KV),
+    ("cross_attention", "kv_bias"): ((_CROSS + "linear_kv.bias",), CROSS_KV_BIAS),
+    ("cross_attention", "out"): ((_CROSS + "linear_proj.weight",), OUT),
+    ("cross_attention", "out_bias"): ((_CROSS + "linear_proj.bias",), PLAIN),
     **_rows_of_norm("mlp_norm", _FC1, also="pre_mlp_layernorm"),
     ("mlp", "up"): ((_FC1 + ".weight",), TRANSPOSED),
     ("mlp", "up_bias"): ((_FC1 + ".bias",), PLAIN),
@@ -150,7 +172,11 @@ def layers_in_stack(cfg: ModelConfig, stack: str) -> list[int]:
     return [layer for layer, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
 
 
-def bert_names(named: Named) -> Named:
-    """The names in a model that is an encoder alone, whose last norm is the encoder's."""
-    names, layout = named
+def named_in_model(path: Leaf, cfg: ModelConfig) -> Named | None:
+    """Megatron's names of a parameter that lies in no layer; None: it lies in one."""
+    if len(streams := {stream_of(kind) for kind in cfg.layer_kinds}) == 2:
+        return T5_WHOLE.get(path) or WHOLE.get(path)
+    if path not in WHOLE or streams != {ENCODER}:
+        return WHOLE.get(path)
+    names, layout = WHOLE[path]
     return tuple(name.replace("decoder.", "encoder.") for name in names), layout

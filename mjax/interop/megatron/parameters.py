@@ -23,11 +23,11 @@ from mjax.interop.megatron.layouts import VOCABULARY, Fetch, MegatronLayout
 from mjax.interop.megatron.parameter_names import (
     EXPERTS_PREFIX,
     PREDICTION,
-    WHOLE,
-    bert_names,
+    T5_TWINS,
     layer_prefixes,
     layers_in_stack,
     named_in_layer,
+    named_in_model,
 )
 from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
 from mjax.models import definition_of
@@ -105,15 +105,10 @@ def config_of_store(store: TorchDist) -> ModelConfig:
 
 
 def _kind_of_model(store: TorchDist) -> str:
-    """gpt or bert: the arguments do not say which script wrote them, the tensors do."""
+    """gpt, bert or t5: the arguments do not say which script wrote them, the tensors do."""
     if not any(name.startswith("encoder.layers.") for name in store.tensors):
         return "gpt"
-    if any(name.startswith("decoder.layers.") for name in store.tensors):
-        raise UserError(
-            f"{store.folder} holds an encoder and a decoder: Megatron-core's T5 has no last norms, "
-            "which T5 has here; such a model cannot be imported"
-        )
-    return "bert"
+    return "t5" if any(name.startswith("decoder.layers.") for name in store.tensors) else "bert"
 
 
 # ---- places: where each layer's and expert's tensor is -------------------------------------------
@@ -146,9 +141,8 @@ def places_of(
 
 def place_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLayout]:
     """Megatron's names (within the layer, for a layer's parameter) and layout of one of ours."""
-    if path in WHOLE:
-        is_encoder = set(cfg.layer_kinds) == {"bidirectional+mlp"}
-        return bert_names(WHOLE[path]) if is_encoder else WHOLE[path]
+    if (named := named_in_model(path, cfg)) is not None:
+        return named
     if path[0].startswith("mtp_"):
         number = int(path[0].removeprefix("mtp_")) - 1
         if path[1] != "block":
@@ -233,7 +227,8 @@ def _fetcher(store: TorchDist, parts: tuple[Place, ...]) -> Fetch:
 
 def _check_tensors(store: TorchDist, cfg: ModelConfig, places: dict[Leaf, PlacesOfPieces]) -> None:
     """Shapes of all tensors, tensors without a place, files that are not whole."""
-    vocab = {name for names, layout in WHOLE.values() if layout is VOCABULARY for name in names}
+    whole = (named_in_model(path, cfg) for path in places)
+    vocab = {name for named in whole if named and named[1] is VOCABULARY for name in named[0]}
     used = {p.name: p for own in places.values() for parts in own.values() for p in parts}
     for name, place in used.items():
         found, want = store.tensors[name].shape, place.shape
@@ -244,8 +239,9 @@ def _check_tensors(store: TorchDist, cfg: ModelConfig, places: dict[Leaf, Places
                 f"{store.folder}: tensor {name!r} is {list(found)}, but by the arguments in "
                 f"{store.name_of_common} it should be {list(want)}; such a model cannot be imported"
             )
+    twins = {name.replace(one, other) for name in used for one, other in T5_TWINS.items()}
     for name in store.tensors:
-        if name not in used and not _SKIPPED.match(name):
+        if name not in used and name not in twins and not _SKIPPED.match(name):
             raise UserError(
                 f"{store.folder}: tensor {name!r} has no counterpart in the model that the "
                 f"arguments in {store.name_of_common} describe; such a model cannot be imported"

@@ -26,7 +26,7 @@ class Flag:
     value: Callable[[object], object] = as_given
 
 
-_DECAYS = {
+DECAYS = {
     "constant": "constant",
     "linear": "linear",
     "cosine": "cosine",
@@ -52,7 +52,7 @@ FLAGS = (
     Flag("mesh", "use_distributed_optimizer", "mesh.zero", lambda on: 1 if on else 0),
     Flag("schedule", "lr", "schedule.lr", float),
     Flag("schedule", "min_lr", "schedule.min_lr", float),
-    Flag("schedule", "lr_decay_style", "schedule.decay", _DECAYS.get),
+    Flag("schedule", "lr_decay_style", "schedule.decay", DECAYS.get),
     Flag("schedule", "lr_warmup_iters", "schedule.warmup_steps", _above_zero),
     Flag("schedule", "lr_warmup_init", "schedule.warmup_init_lr", _above_zero),
     Flag("schedule", "lr_decay_iters", "schedule.decay_steps"),
@@ -125,6 +125,27 @@ def run_config(values: Mapping[str, object], where: str) -> tuple[dict, list[str
     return found, lines
 
 
+def schedule_of_state(state: Mapping[str, object], args: Args, found: dict) -> list[str]:
+    """Let the state of Megatron's scheduler go before the arguments in a config; its lengths count
+    samples. Returns lines on what the config cannot say."""
+    size, lines = args.need("global_batch_size"), []
+    schedule, optimizer = found.setdefault("schedule", {}), found.setdefault("optimizer", {})
+    schedule |= {"lr": float(state["max_lr"]), "min_lr": float(state["min_lr"])}
+    schedule["decay"] = DECAYS[state["lr_decay_style"]]
+    for key in ("warmup_steps", "decay_steps"):
+        schedule[key], rest = divmod(state[f"lr_{key}"], size)
+        if rest:
+            lines.append(f"opt_param_scheduler.lr_{key} samples are no whole steps of {size}")
+    optimizer |= {"weight_decay": float(state["start_wd"]), "weight_decay_end": None}
+    if state["end_wd"] != state["start_wd"]:
+        optimizer["weight_decay_end"] = float(state["end_wd"])
+        optimizer["weight_decay_style"] = state["wd_incr_style"]
+        if state["wd_incr_steps"] != size * args("train_iters", 0):
+            lines.append("opt_param_scheduler.wd_incr_steps is not the time of args.train_iters")
+    _fill_schedule(schedule, lines)
+    return lines
+
+
 def _fill_precision(args: Args, precision: dict) -> None:
     if not args("bf16") and not args("fp16"):
         precision["compute"] = "float32"
@@ -185,12 +206,17 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def require_position(args: Mapping[str, object], consumed: int, where: str) -> None:
-    """`UserError` unless the run has consumed as many samples as its config says at that step."""
-    saved = args.get("consumed_train_samples")
-    if saved is not None and saved != consumed:
+def skipped_by(
+    args: Mapping[str, object], state: Mapping[str, object], consumed: int, where: str
+) -> int:
+    """The samples that the scheduler left out; `UserError` unless the run has consumed as many as
+    its config says at that step."""
+    saved = args.get("consumed_train_samples", consumed)
+    counted = state.get("num_steps", consumed)
+    if saved != consumed or counted > consumed or (counted < consumed and not args.get("fp16")):
         raise UserError(
-            f"{where}: args.consumed_train_samples={saved}, but with its batch size that iteration "
-            f"is sample {consumed}: the run changed its batch; import weights alone, without "
-            "--with-optimizer"
+            f"{where}: args.consumed_train_samples={saved} and opt_param_scheduler.num_steps="
+            f"{counted}, but with its batch size that iteration is sample {consumed}: the run "
+            "changed its batch or schedule; import weights alone, without --with-optimizer"
         )
+    return consumed - counted

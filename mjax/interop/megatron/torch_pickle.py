@@ -6,6 +6,7 @@ Sources: torch.serialization, torch.distributed.checkpoint (metadata.py, filesys
 
 import io
 import pickle
+import sys
 import zipfile
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ class _Pickler(pickle._Pickler):  # that in C imports what it names
         elif isinstance(obj, TorchStorage):
             self.save(("storage", TorchName("torch", obj.kind), "0", "cpu", obj.numel))
             self.write(pickle.BINPERSID)
+        elif isinstance(obj, str):
+            super().save(sys.intern(obj))  # what is equal is one, or bytes would depend on identity
         else:
             super().save(obj, save_persistent_id)
 
@@ -77,17 +80,21 @@ def pickled(obj: object) -> bytes:
 
 
 def archive(obj: object, data: np.ndarray | None = None) -> bytes:
-    """A torch archive of an object; `data`: the content of its one storage."""
+    """A torch archive of an object, equal at any time; `data`: the content of its one storage."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as file:
-        file.writestr("archive/data.pkl", pickled(obj))
-        file.writestr("archive/byteorder", "little")
+        file.writestr(_archive_entry("data.pkl"), pickled(obj))
+        file.writestr(_archive_entry("byteorder"), "little")
         if data is not None:
             content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            with file.open("archive/data/0", "w", force_zip64=True) as entry:
+            with file.open(_archive_entry("data/0"), "w", force_zip64=True) as entry:
                 entry.write(memoryview(content))
-        file.writestr("archive/version", "3\n")
+        file.writestr(_archive_entry("version"), "3\n")
     return out.getvalue()
+
+
+def _archive_entry(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"archive/{name}")  # of 1980, whenever it is written
 
 
 def tensor_archive(x: np.ndarray) -> bytes:

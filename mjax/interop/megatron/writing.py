@@ -1,28 +1,30 @@
 """Writes `torch_dist` checkpoints that Megatron-LM loads, tensor by tensor.
 
 A tensor of a layer or expert is a chunk. Each is built from the parts of ours that lie in it: their
-layouts, run on the places of entries, say where (`layouts.py`). Weights are read back and compared
+layouts, run on the places of entries, say where (`layouts.py`). All is read back and compared
 before the folder gets its name. Source: megatron/core/dist_checkpointing (serialization.py,
 strategies/common.py), training/checkpointing.py.
 """
 
 import json
 import math
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+import mjax
+from mjax.checkpoint.base.source import Index, Source, flat
 from mjax.checkpoint.base.source import Path as Leaf
-from mjax.checkpoint.base.source import Source, flat
-from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.megatron.data_files import DataFiles, unfinished_folder
 from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
-from mjax.interop.megatron.parameter_names import layers_in_stack
+from mjax.interop.megatron.optimizer_state import optimizer_state, trained_paths
+from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack
 from mjax.interop.megatron.parameters import (
     Option,
     leading_axes,
@@ -30,7 +32,9 @@ from mjax.interop.megatron.parameters import (
     options_of,
     place_of,
 )
+from mjax.interop.megatron.torch_dist import open_torch_dist
 from mjax.interop.megatron.torch_pickle import (
+    Instance,
     archive,
     metadata_file,
     namespace,
@@ -38,11 +42,11 @@ from mjax.interop.megatron.torch_pickle import (
     tensor_archive,
     tensor_metadata,
 )
-from mjax.interop.megatron.written_arguments import megatron_arguments
+from mjax.interop.megatron.written_arguments import megatron_arguments, megatron_kind
+from mjax.interop.megatron.written_run import WrittenRun
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
-FILE_BYTES = 4 * 2**30  # after which the next data file begins
 ROWS_BYTES = 64 * 2**20  # of a chunk of a vocabulary
 
 
@@ -66,70 +70,101 @@ class _Target:
     pieces: dict[tuple[int, ...], list[_Piece]] = field(default_factory=dict)
 
 
-def export_torch_dist(source: Source, out: Path, dtype: str, impl: str) -> None:
-    """Write a release for Megatron-LM, weights without an iteration; `UserError` with nothing
-    written. `impl`: transformer_engine or local, whose modules' names it has.
+@dataclass(frozen=True)
+class WrittenPart:
+    """Tensors to write, under `prefix` before Megatron's names. also: a second prefix of them."""
+
+    prefix: str
+    source: Source
+    dtype: np.dtype
+    also: str = ""
+
+
+def export_torch_dist(
+    source: Source, out: Path, dtype: str, impl: str, run: WrittenRun | None = None, of: str = ""
+) -> None:
+    """Write `out` for Megatron-LM; a `UserError` leaves nothing there.
+
+    Without `run` it is a release, weights without an iteration; else an iteration with its
+    optimizer. `impl`: transformer_engine or local, whose modules' names it has. of: what `source`
+    is of; a process that was killed is gone on with if it wrote the same.
     """
     args = megatron_arguments(source.cfg, impl)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    parts = [
+        WrittenPart("", source, np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    ]
+    name, tracked = "release", "release"
+    if run is not None:
+        common |= run.common(args)
+        name, tracked = f"iter_{run.step:07d}", str(run.step)
+        single = np.dtype(np.float32)
+        trained = replace(source, has=trained_paths(source.cfg))
+        parts.append(WrittenPart("optimizer.state.param.", trained, single, _OLDER_MASTERS))
+        parts.append(WrittenPart("optimizer.state.exp_avg.", run.mu, single))
+        parts.append(WrittenPart("optimizer.state.exp_avg_sq.", run.nu, single))
     source.check()
-    common = {"args": namespace(args), "checkpoint_version": 3.0, "iteration": 0}
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    with new_folder(out) as temporary:
-        folder = temporary / "release"
-        folder.mkdir()
-        writer = _Writer(folder, source.cfg, args)
-        writer.write_model(source, kind)
+    common["args"] = namespace(common["args"])
+    command = {"mjax": mjax.__version__, "of": of, "dtype": dtype, "impl": impl, "name": name}
+    with unfinished_folder(out, command) as (temporary, journal):
+        folder = temporary / name
+        folder.mkdir(exist_ok=True)
+        writer = _Writer(DataFiles(folder, journal), source.cfg, args)
+        for part in parts:
+            writer.write_part(part)
         writer.finish(common)
-        _compare(folder, source, kind)
-        (temporary / "latest_checkpointed_iteration.txt").write_text("release")
+        _compare(folder, parts)
+        (temporary / "latest_checkpointed_iteration.txt").write_text(tracked)
 
 
 class _Writer:
-    """The data files of a folder, and what `.metadata` will say of them."""
+    """Writes tensors, and keeps what `.metadata` will say of them."""
 
-    def __init__(self, folder: Path, cfg: ModelConfig, args: dict):
-        self.folder, self.cfg, self.args = folder, cfg, args
+    def __init__(self, files: DataFiles, cfg: ModelConfig, args: dict):
+        self.files, self.cfg, self.args = files, cfg, args
         self.specs = flat(definition_of(cfg).specs)
-        self.entries, self.places, self.files = {}, [], 0
-        self.file = None
+        self.entries: dict[str, Instance] = {}
+        self.twins = T5_TWINS if megatron_kind(cfg) == "t5" else {}
 
-    def write_model(self, source: Source, dtype: np.dtype) -> None:
-        """Write all parameters under Megatron's names."""
-        for name, target in self._targets().items():
+    def write_part(self, part: WrittenPart) -> None:
+        """Write all parameters of a part under Megatron's names."""
+        for name, target in self._targets(part.source.has).items():
             chunks = []
             for at, pieces in target.pieces.items():
-                for first, x in self._chunks(source, target, pieces, dtype):
+                for first, shape, make in self._chunks(part, target, pieces):
                     offsets = (*at, first, *(0 for _ in target.shape[1:]))
-                    sizes = (*(1 for _ in at), *x.shape)
-                    content = tensor_archive(x.reshape(sizes))
+                    sizes = (*(1 for _ in at), *shape)
                     chunks.append((offsets, sizes))
-                    self._append(name, offsets, content)
+                    content = partial(_archive_of, make, sizes)
+                    self.files.append(part.prefix + name, offsets, content)
             shape = (*target.sizes, *target.shape)
-            self.entries[name] = tensor_metadata(dtype, shape, chunks)
+            entry = tensor_metadata(part.dtype, shape, chunks)
+            self.entries[part.prefix + name] = entry
+            if part.also:
+                self._alias(part.prefix + name, part.also + name)
+            for one, twin in self.twins.items():
+                if name.startswith(one):
+                    for prefix in dict.fromkeys((part.prefix, part.also or part.prefix)):
+                        self._alias(prefix + name, prefix + name.replace(one, twin))
             linear = name.removesuffix(".z")  # the first part of a mixer's projection
-            if linear.endswith(_WITH_EXTRA_STATE):
+            if not part.prefix and linear.endswith(_WITH_EXTRA_STATE):
                 self._write_extra_states(linear, target.sizes)
+
+    def _alias(self, name: str, other: str) -> None:
+        self.files.alias(name, other)
+        self.entries[other] = self.entries[name]
 
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
-        self._write_extra_states("output_layer.weight", ())
-        self.file.close()
-        (self.folder / "common.pt").write_bytes(archive(common))
-        (self.folder / ".metadata").write_bytes(metadata_file(self.entries, self.places))
+        heads = [one for one in self.twins if one.endswith("output_layer.")]
+        for head in ("output_layer.", *heads):
+            self._write_extra_states(f"{head}weight", ())
+        folder = self.files.folder
+        (folder / "common.pt").write_bytes(archive(common))
+        (folder / ".metadata").write_bytes(metadata_file(self.entries, self.files.places))
         said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         said |= {"common_backend": "torch", "common_backend_version": 1}
-        (self.folder / "metadata.json").write_text(json.dumps(said))
-
-    def _append(self, name: str, offsets: tuple[int, ...] | None, content: bytes) -> None:
-        if self.file is None or self.file.tell() >= FILE_BYTES:
-            if self.file is not None:
-                self.file.close()
-            self.file = (self.folder / f"__0_{self.files}.distcp").open("wb")
-            self.files += 1
-        first = self.file.tell()
-        self.file.write(content)
-        own = os.path.basename(self.file.name)
-        self.places.append((name, offsets, own, first, len(content)))
+        (folder / "metadata.json").write_text(json.dumps(said))
 
     def _write_extra_states(self, name: str, sizes: tuple[int, ...]) -> None:
         """Write the empty objects that Megatron's linear layers ask for beside weights."""
@@ -138,12 +173,14 @@ class _Writer:
             shard = ".".join(map(str, at)), ".".join(map(str, sizes))
             key = f"{name.removesuffix('weight')}_extra_state/shard_{shard[0]}_{shard[1]}"
             self.entries[key] = object_metadata()
-            self._append(key, None, archive([None]))
+            self.files.append(key, None, partial(archive, [None]))
 
-    def _targets(self) -> dict[str, _Target]:
-        """All tensors by name."""
+    def _targets(self, has: frozenset[Leaf] | None) -> dict[str, _Target]:
+        """The tensors of these parameters, None: of all, by name."""
         targets: dict[str, _Target] = {}
         for path, spec in self.specs.items():
+            if has is not None and path not in has:
+                continue
             _, layout = place_of(path, self.cfg)
             lead = leading_axes(spec)
             shape = layout.shape(self.cfg, spec.shape[lead:])
@@ -186,35 +223,44 @@ class _Writer:
         return self.args["transformer_impl"] == "transformer_engine"
 
     def _chunks(
-        self, source: Source, target: _Target, pieces: list[_Piece], dtype: np.dtype
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) of one entry of a tensor: a vocabulary by parts, all else at once."""
+        self, part: WrittenPart, target: _Target, pieces: list[_Piece]
+    ) -> Iterator[tuple[int, tuple[int, ...], Callable[[], np.ndarray]]]:
+        """(first row, shape, what makes the rows) of the chunks of one entry of a tensor: of a
+        vocabulary by parts, of all else at once."""
         first = pieces[0]
         _, layout = place_of(first.path, self.cfg)
-        rows = target.shape[0]
+        rows, *inner = target.shape
         if layout is not VOCABULARY:
-            yield 0, self._whole(source, target, pieces, dtype)
+            yield 0, target.shape, partial(self._whole, part, target, pieces)
             return
-        step = max(1, ROWS_BYTES // max(1, 4 * math.prod(target.shape[1:])))
+        step = max(1, ROWS_BYTES // max(1, 4 * math.prod(inner)))
         for start in range(0, rows, step):
-            box = (slice(start, min(start + step, rows)), *map(slice, target.shape[1:]))
-            yield start, source.read(first.path, box).astype(dtype)
+            box = (slice(start, min(start + step, rows)), *map(slice, inner))
+            shape = (box[0].stop - start, *inner)
+            yield start, shape, partial(_read_as, part, first.path, box)
 
-    def _whole(
-        self, source: Source, target: _Target, pieces: list[_Piece], dtype: np.dtype
-    ) -> np.ndarray:
-        out = np.empty(target.shape, dtype)
+    def _whole(self, part: WrittenPart, target: _Target, pieces: list[_Piece]) -> np.ndarray:
+        out = np.empty(target.shape, part.dtype)
         for piece in pieces:
             spec = self.specs[piece.path]
             _, layout = place_of(piece.path, self.cfg)
             lead = leading_axes(spec)
             inner = spec.shape[lead:]
             index = (*(slice(i, i + 1) for i in piece.at), *map(slice, inner))
-            ours = source.read(piece.path, index).reshape(inner)
+            ours = part.source.read(piece.path, index).reshape(inner)
             _put_in_place(out, ours, layout, self.cfg, piece)
         return out
 
 
+def _read_as(part: WrittenPart, path: Leaf, box: Index) -> np.ndarray:
+    return part.source.read(path, box).astype(part.dtype)
+
+
+def _archive_of(make: Callable[[], np.ndarray], sizes: tuple[int, ...]) -> bytes:
+    return tensor_archive(make().reshape(sizes))
+
+
+_OLDER_MASTERS = "optimizer.state.fp32_param."  # of optimizers that are not distributed
 _WITH_EXTRA_STATE = tuple(
     f"{name}.weight"
     for name in """linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
@@ -259,19 +305,34 @@ def _put_in_place(
 _APART_ROWS = 2**24  # between the rows of parts that are tensors of their own
 
 
-def _compare(folder: Path, source: Source, dtype: np.dtype) -> None:
+def _compare(folder: Path, parts: list[WrittenPart]) -> None:
     """`UserError` unless the folder gives back what was written."""
-    back = megatron_source(folder)
-    back.check()
-    for path, spec in flat(definition_of(back.cfg).specs).items():
-        for i in range(spec.shape[0]):
-            box = (slice(i, i + 1), *map(slice, spec.shape[1:])) if leading_axes(spec) else None
-            box = box or tuple(map(slice, spec.shape))
-            want = _masked(source.read(path, box).astype(dtype), path, source.cfg)
-            if not np.array_equal(back.read(path, box), want, equal_nan=True):
-                raise UserError(f"{folder}: {'.'.join(path)} reads back differently; write again")
-            if not leading_axes(spec):
-                break
+    store = open_torch_dist(folder)
+    model = megatron_source(folder)
+    model.check()
+    found = [model]
+    if len(parts) > 1:
+        state = optimizer_state(store, model.cfg, model)
+        found += [state.masters, state.mu, state.nu]
+    for back, part in zip(found, parts, strict=True):
+        for path, spec in flat(definition_of(model.cfg).specs).items():
+            if part.source.has is None or path in part.source.has:
+                _compare_leaf(folder, back, part, path, spec)
+
+
+def _compare_leaf(
+    folder: Path, back: Source, part: WrittenPart, path: Leaf, spec: ParamSpec
+) -> None:
+    """Compare a parameter, one that is stacked layer by layer."""
+    boxes = [tuple(map(slice, spec.shape))]
+    if leading_axes(spec):
+        rest = boxes[0][1:]
+        boxes = [(slice(i, i + 1), *rest) for i in range(spec.shape[0])]
+    for box in boxes:
+        want = _masked(_read_as(part, path, box), path, part.source.cfg)
+        if not np.array_equal(back.read(path, box), want, equal_nan=True):
+            name = part.prefix + ".".join(path)
+            raise UserError(f"{folder}: {name} reads back differently; write again")
 
 
 def _masked(x: np.ndarray, path: Leaf, cfg: ModelConfig) -> np.ndarray:

@@ -26,6 +26,8 @@ def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
     args |= {"transformer_impl": impl, "ckpt_format": "torch_dist", "use_dist_ckpt": True}
     if kind == "bert":
         args |= {"bert_binary_head": bool(cfg.bert.num_labels)}
+    if kind == "t5":
+        args |= _t5_arguments(cfg)
     try:
         back = model_config(args, "export", kind)
     except UserError as e:
@@ -43,11 +45,9 @@ def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
 
 
 def megatron_kind(cfg: ModelConfig) -> str:
-    """gpt or bert."""
-    kinds = set(cfg.layer_kinds)
-    if kinds == {"bidirectional+mlp"}:
-        return "bert"
-    return "gpt"
+    """gpt, bert or t5."""
+    kinds = {"bidirectional+mlp": "bert", "bidirectional+mlp full+cross+mlp": "t5"}
+    return kinds.get(" ".join(sorted(set(cfg.layer_kinds))), "gpt")
 
 
 def _is_said(cfg: ModelConfig, key: str) -> bool:
@@ -141,6 +141,14 @@ def _layers_arguments(cfg: ModelConfig) -> dict:
         found |= {"no_rope_freq": rotated}
     sparse = [int(kind.endswith("experts")) for kind in kinds]
     return found | ({"moe_layer_freq": sparse} if 0 < sum(sparse) < len(kinds) else {})
+
+
+def _t5_arguments(cfg: ModelConfig) -> dict:
+    encoder = cfg.layer_kinds.count("bidirectional+mlp")
+    found = {"num_layers": encoder, "encoder_num_layers": encoder}
+    found["decoder_num_layers"] = cfg.num_hidden_layers - encoder
+    found["relative_attention_num_buckets"] = cfg.relative.num_buckets
+    return found | {"relative_attention_max_distance": cfg.relative.max_distance}
 
 
 def _experts_arguments(cfg: ModelConfig) -> dict:
