@@ -51,8 +51,9 @@ def parse_answers(record: dict, where: str, kind: str) -> list[AnswerGroup]:
         ]
     except UserError:
         raise
-    except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{where}: {e}; mend the record or leave it out") from None
+    except (ValueError, TypeError, AttributeError, LookupError) as e:
+        said = f"it lacks {e}" if isinstance(e, LookupError) else e
+        raise UserError(f"{where}: {said}; mend the record or leave it out") from None
 
 
 def _pairs(record: dict, where: str) -> list[AnswerGroup]:
