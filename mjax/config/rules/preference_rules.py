@@ -77,9 +77,8 @@ def answers_are_documents(c: Config) -> Iterator[str]:
 
 @rule("set model.num_labels=1 with mjax reward, and to 0 with any other objective")
 def rewards_have_a_head(c: Config) -> Iterator[str]:
-    if (c.train.objective == "reward") != (
-        c.model.num_labels == 1
-    ) and ":" not in c.train.objective:
+    wanted = 1 if c.train.objective == "reward" else 0
+    if c.model.num_labels != wanted and ":" not in c.train.objective:
         yield "`train.objective` and `model.num_labels` do not go together"
 
 

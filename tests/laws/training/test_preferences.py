@@ -30,7 +30,7 @@ def config(folder, *keys: str, count: int = 24):
     name = write_tokenizer(folder / "tokenizer", None, bos=False)
     own = [key for key in TINY if not key.startswith(("data.mock", "model.vocab_size"))]
     given = ["model.vocab_size=260", f"data.tokenizer={name}", f"data.conversations.path={path}"]
-    given += ["data.seq_length=128", f"run.dir={folder / 'run'}", "data.split=[1,0,0]"]
+    given += ["data.seq_length=256", f"run.dir={folder / 'run'}", "data.split=[1,0,0]"]
     given += ["train.eval_interval=null", "schedule.lr=1e-3", "schedule.warmup_steps=0"]
     return load(None, [*own, *given, *keys], preference_defaults)
 
@@ -51,7 +51,7 @@ def first_step(folder, *keys: str, devices: int = 1) -> tuple[dict, dict, np.nda
     return *jax.device_get((found.losses, found.gradients)), batch["tokens"]
 
 
-ALL_PACKED = "train.global_batch_size=6", "train.micro_batch_size=1"
+ALL_PACKED = "train.global_batch_size=5", "train.micro_batch_size=1"
 ALL_PADDED = (
     "train.global_batch_size=24",
     "train.micro_batch_size=1",
@@ -65,7 +65,7 @@ def test_at_step_0_the_loss_is_log_2_and_packing_changes_no_gradient(tmp_path):
     for name in ("chosen", "rejected", "margins", "accuracies"):
         assert losses[f"rewards/{name}"] == 0
     one_a_row, unpacked, padded = first_step(tmp_path, *ALL_PADDED)
-    assert tokens.shape[0] == 6 and padded.shape[0] == 24
+    assert tokens.shape[0] == 5 and padded.shape[0] == 24
     assert (tokens != 0).sum() == (padded != 0).sum()
     assert deviation(one_a_row["loss"], losses["loss"]) < 1e-6
     for a, b in zip(*map(jax.tree.leaves, (unpacked, gradients)), strict=True):

@@ -126,9 +126,7 @@ def test_long_answers_are_cut_but_stay_pairs(tmp_path):
     assert data.counts.cut == 1 and len(data.numbers) == 4
     assert data.lengths.max() <= 64
     no_answer = [{"prompt": "p" * 50, "chosen": "c" * 90, "rejected": "r" * 9}]
-    data = rows_of(
-        tmp_path / "b", no_answer + many_pairs(3), "pairs", "data.conversations.rows=padded"
-    )
+    data = rows_of(tmp_path, no_answer + many_pairs(3), "pairs", "data.conversations.rows=padded")
     assert data.counts.dropped == 1 and len(data) == 3
 
 
