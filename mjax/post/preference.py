@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # they import jax
     from mjax.run.batches import RunBatches
     from mjax.train.trainer import Trainer
 
-LEARNING_RATE = 1e-6
-ABOUT = f"""
+PREFERENCE_RATE = 1e-6
+EPILOG = f"""
 Keys that are not set have the defaults of mjax sft, but for
   train.objective           preference
-  schedule.lr               {LEARNING_RATE:g}, with lora.rank ten times that
+  schedule.lr               {PREFERENCE_RATE:g}, with lora.rank ten times that
 docs/train/preferences.md has the losses, the data and the figures.
 """
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog=program("post.preference"),
         description="Train on preferences: pairs of answers, or answers that are good or bad.",
-        epilog=ABOUT,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print so many rows as the run reads them, with the loss made visible, and exit"
@@ -52,11 +52,11 @@ def _batches(trainer: "Trainer", record: dict) -> "RunBatches":
 
 def preference_defaults(tree: dict) -> dict:
     """Values for the keys that `tree`, as yet unchecked, does not set."""
-    return answer_defaults(tree, "preference", LEARNING_RATE)
+    return answer_defaults(tree, "preference", PREFERENCE_RATE)
 
 
 def answer_defaults(tree: dict, objective: str, rate: float) -> dict:
-    """Those of `mjax sft`, but for the objective and the learning rate."""
+    """The defaults of `mjax sft`, but for the objective and the learning rate."""
     found = sft_defaults(tree)
     lora = tree.get("lora")
     factor = 10 if isinstance(lora, dict) and lora.get("rank") else 1

@@ -10,14 +10,14 @@ from mjax.errors import program, run_cli
 from mjax.post.preference import answer_defaults, before_training
 from mjax.run.command import train_command
 
-LEARNING_RATE = 1e-5
-ABOUT = f"""
+REWARD_RATE = 1e-5
+NOTES = f"""
 Keys that are not set have the defaults of mjax sft, but for
   train.objective           reward
   model.num_labels          1
   checkpoint.init_changes   heads: the vocabulary's head is left out, the score's is drawn
   lora.trained              score, with lora.rank
-  schedule.lr               {LEARNING_RATE:g}, with lora.rank ten times that
+  schedule.lr               {REWARD_RATE:g}, with lora.rank ten times that
 docs/train/preferences.md has the losses, the data and the figures.
 """
 
@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog=program("post.reward"),
         description="Train a reward model on pairs of answers, or on steps of answers.",
-        epilog=ABOUT,
+        epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print so many rows as the run reads them, with the loss made visible, and exit"
@@ -37,7 +37,7 @@ def main() -> int:
 
 def reward_defaults(tree: dict) -> dict:
     """Values for the keys that `tree`, as yet unchecked, does not set."""
-    found = answer_defaults(tree, "reward", LEARNING_RATE)
+    found = answer_defaults(tree, "reward", REWARD_RATE)
     found.setdefault("model", {})["num_labels"] = 1
     found["checkpoint"]["init_changes"] = ["heads"]
     lora = tree.get("lora")

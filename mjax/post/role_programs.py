@@ -44,9 +44,12 @@ def divergence_of_mismatched(program: Program, state: State, batch: Batch) -> ja
     log_probs = placed_log_probs(program, state, batch)
     answers, values = sums_of_answers(log_probs, batch, program.parallel)
     is_mismatched = (values == 0) & (answers.tokens > 0)
-    sums = jnp.sum(is_mismatched * answers.log_ratio), jnp.sum(is_mismatched)
-    total, count = (program.parallel.psum(value, *DATA_AXES) for value in sums)
-    return jnp.full(len(log_probs), jnp.maximum(total / jnp.maximum(count, 1), 0))
+    total = jnp.sum(is_mismatched * answers.log_ratio)
+    count = jnp.sum(is_mismatched)
+    total = program.parallel.psum(total, *DATA_AXES)
+    count = program.parallel.psum(count, *DATA_AXES)
+    mean = total / jnp.maximum(count, 1)
+    return jnp.full(len(log_probs), jnp.maximum(mean, 0))
 
 
 LOG_PROBS = ProgramKind(

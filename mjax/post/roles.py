@@ -2,8 +2,8 @@
 
 A role is the policy, a reference, a teacher, a reward model or a critic. It has its own weights,
 frozen flag and dtype. Its trainer has the mesh and the programs: that of the policy, or one of its
-own. What a role computes is a field of the batch (`BatchField.is_computed`), and no gradient flows
-through a field. It comes from a forward pass of the same step (`RoleFields`, which the policy's
+own. Its results are fields of the batch (`BatchField.is_computed`), and no gradient flows through a
+field. They come from a forward pass of the same step (`RoleFields`, which the policy's
 trainer calls when it places a batch), or from files (`post/stored_scores.py`).
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -73,9 +72,9 @@ class RoleFields:
 def reference_of(trainer: Trainer, folder: str | None) -> Role:
     """The reference of a run: the weights in `folder`, or those that its training starts from.
 
-    Of the latter only parameters that are trained are held; the frozen ones are the policy's. With
-    adapters these are adapters, for which `adapters_off` needs none. They are in
-    precision.compute, but fp32 masters stay where FP8 rounds from them.
+    From that start it holds the parameters that are trained; the frozen ones are the policy's.
+    Adapters that begin without effect are left off instead (`adapters_off`). Parameters are in
+    precision.compute, but those that FP8 rounds stay as the masters are.
     """
     if folder is not None:
         held = trainer.checkpoints.load_weights(source_of(folder))[0]
@@ -104,15 +103,15 @@ def _start_params(trainer: Trainer) -> dict:
 
 def _in_compute_dtype(trainer: Trainer, params: dict) -> dict:
     """A copy of stored parameters, which no step takes over, as the role reads them."""
-    precision, specs = trainer.cfg.precision, flatten_dict(trainer.state_layout.placement.specs)
-    keeps = precision.fp8 != "none"
-
-    def copied(path: tuple[str, ...], a: jax.Array) -> jax.Array:
-        is_rounded = not keeps and jnp.issubdtype(a.dtype, jnp.floating)
-        dtype = specs[path].dtype(precision.compute) if is_rounded else a.dtype
-        return jnp.array(a, dtype, copy=True)
-
-    return unflatten_dict({path: copied(path, a) for path, a in flatten_dict(params).items()})
+    precision = trainer.cfg.precision
+    specs = flatten_dict(trainer.state_layout.placement.specs)
+    copies = {}
+    for path, array in flatten_dict(params).items():
+        dtype = array.dtype
+        if precision.fp8 == "none" and jnp.issubdtype(dtype, jnp.floating):
+            dtype = specs[path].dtype(precision.compute)
+        copies[path] = jnp.array(array, dtype, copy=True)
+    return unflatten_dict(copies)
 
 
 def require_no_pipeline(trainer: Trainer, what: str) -> None:

@@ -8,6 +8,7 @@ document, whatever row that document is in.
 import hashlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -35,14 +36,15 @@ def answer_datasets(data: Dataset | None) -> Iterator[AnswerDataset]:
 def attach_stored_scores(role: Role, kind: ProgramKind, datasets: list[AnswerDataset]) -> None:
     """Give datasets the scores that a program computes with the weights of a role.
 
-    What is not in files yet is computed here. Raises `UserError` where that cannot be.
+    They are computed here unless files have them. Raises `UserError` where that cannot be.
     """
     cfg = role.trainer.cfg
     folder = Path(cfg.data.cache_dir or Path(cfg.run.dir) / "conversations")
     weights = digest_of_weights(role)
     for data in datasets:
         key = {"scores": role.name, "weights": weights, "answers": digest_of_answers(data)}
-        arrays, _ = cached_arrays(folder, key, ["scores"], lambda: [scored(role, kind, data)])  # noqa: B023
+        compute = partial(compute_scores, role, kind, data)
+        arrays, _ = cached_arrays(folder, key, ["scores"], compute)
         data.stored_scores = arrays[0]
 
 
@@ -61,8 +63,8 @@ def digest_of_answers(data: AnswerDataset) -> str:
     return digest.hexdigest()
 
 
-def scored(role: Role, kind: ProgramKind, data: AnswerDataset) -> np.ndarray:
-    """fp32: a score for each place of each document of a dataset, in their order."""
+def compute_scores(role: Role, kind: ProgramKind, data: AnswerDataset) -> list[np.ndarray]:
+    """One array fp32: a score for each place of each document of a dataset, in their order."""
     trainer = role.trainer
     require_no_pipeline(trainer, "preference.precompute_ref_log_probs without its files")
     if jax.process_count() > 1:
@@ -83,4 +85,4 @@ def scored(role: Role, kind: ProgramKind, data: AnswerDataset) -> np.ndarray:
                 count = data.places[member, order]
                 offset = data.offsets[member * data.documents + order]
                 found[offset : offset + count] = scores[row, begin : begin + count]
-    return found
+    return [found]

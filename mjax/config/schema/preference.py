@@ -52,8 +52,8 @@ class PreferenceConfig(Group):
     """Weight of good answers in kto; undesirable_weight: of bad ones."""
     undesirable_weight: float = Field(1.0, ge=0)
     loss_divisor: Literal["pairs", "sequences", "tokens"] = "pairs"
-    """What a sum is divided by, counted in the global batch: pairs, answers, or their tokens. A
-    single answer is a pair of its own.
+    """The divisor of a sum, counted in the global batch: pairs, answers, or their tokens. A single
+    answer is a pair of its own.
     """
     reference_free: bool = False
     """The reference gives each answer the log-probability 0."""

@@ -13,7 +13,7 @@ from mjax.data.conversations.formats import Conversation, parse_record, without_
 from mjax.errors import UserError
 
 PAIRS, STEPS = "pairs", "steps"  # as `objectives/objective.py` names them; others are single
-_SHARED = "tools", "chat_template_kwargs", "images", "image", "videos", "audio"
+_OF_BOTH = "tools", "chat_template_kwargs", "images", "image", "videos", "audio"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def parse_answers(record: dict, where: str, kind: str) -> list[AnswerGroup]:
     try:
         record = without_nulls(record)
         if kind == STEPS:
-            return [_steps(record, where)]
+            return [_group_of_steps(record, where)]
         if kind != PAIRS and "label" in record:
             prompt, answer = _text_or_messages(record.get("prompt"), record.get("completion"))
             value = 1.0 if _is_good(record["label"]) else -1.0
@@ -117,7 +117,7 @@ def _text_or_messages(prompt: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _conversation(record: dict, where: str, prompt: Any, answer: Any) -> Conversation:
-    shared = {key: record[key] for key in _SHARED if key in record}
+    shared = {key: record[key] for key in _OF_BOTH if key in record}
     return parse_record(shared | {"prompt": prompt, "completion": answer}, where)
 
 
@@ -127,11 +127,14 @@ def _is_good(label: Any) -> bool:
     return bool(label)
 
 
-def _steps(record: dict, where: str) -> AnswerGroup:
-    prompt, steps, labels = (record.get(key) for key in ("prompt", "completions", "labels"))
-    if not isinstance(prompt, str) or not steps or not all(isinstance(s, str) for s in steps):
+def _group_of_steps(record: dict, where: str) -> AnswerGroup:
+    prompt, labels = record.get("prompt"), record.get("labels")
+    steps = record.get("completions")
+    are_texts = isinstance(steps, list) and all(isinstance(step, str) for step in steps)
+    if not isinstance(prompt, str) or not steps or not are_texts:
         raise ValueError("steps need a text as prompt, and completions that are texts")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise ValueError("labels does not have one entry for each of completions")
     values = [1.0 if _is_good(label) else -1.0 for label in labels]
-    return AnswerGroup([Conversation(where, plain=(prompt, "\n".join(steps)))], values, 0.0, steps)
+    conversation = Conversation(where, plain=(prompt, "\n".join(steps)))
+    return AnswerGroup([conversation], values, steps=steps)

@@ -31,7 +31,8 @@ from mjax.errors import UserError
 
 log = logging.getLogger(__name__)
 MATCHED = "matched"
-ARRAYS = "ids", "is_answer", "values", "ends", "margins", "names", "left_out"
+Document = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, is_answer, values
+ANSWER_ARRAYS = "ids", "is_answer", "values", "ends", "margins", "names", "left_out"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AnswerSource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", np.append(0, self.ends[:-1]))
 
-    def document(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def document(self, number: int) -> Document:
         """(ids, is_answer, values) of an answer with its prompt."""
         part = slice(self.starts[number], self.ends[number])
         return self.ids[part], self.is_answer[part], self.values[part]
@@ -72,11 +73,13 @@ class AnswerDataset(ConversationDataset):
     """
 
     def __init__(self, *given: object, kind: str, reads_last: bool, **more: object):
-        self.kind, self.shift = kind, int(not reads_last)
+        self.kind = kind
+        self.shift = int(not reads_last)
         self.documents = 2 if kind in (PAIRS, MATCHED) else 1
         self.stored_scores: np.ndarray | None = None
         super().__init__(*given, **more)
-        self.offsets = np.cumsum(self.places.reshape(-1)) - self.places.reshape(-1)
+        places = self.places.reshape(-1)
+        self.offsets = np.cumsum(places) - places
 
     def _read(self, cfg: Config, tokenizer: Tokenizer) -> AnswerSource:
         return read_answers(self.path, cfg, tokenizer, self.kind)
@@ -121,17 +124,15 @@ class AnswerDataset(ConversationDataset):
             log.warning(say, said, counts.cut, counts.dropped)
         return numbers[is_used], self.places.sum(1), counts
 
-    def _documents(self, number: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _documents(self, number: int) -> list[Document]:
         """The (ids, is_answer, values) of the documents of a group."""
+        document = self.source.document
         if self.kind == PAIRS:
-            return [self.source.document(2 * number), self.source.document(2 * number + 1)]
-        own = self.source.document(number)
+            return [document(2 * number), document(2 * number + 1)]
+        own = document(number)
         if self.kind != MATCHED:
             return [own]
-        other = self.source.document(self.partners[number])
-        before, behind = own[1].argmax(), other[1].argmax()
-        both = [np.append(a[:before], b[behind:]) for a, b in zip(own[:2], other[:2], strict=True)]
-        return [own, (*both, np.zeros(len(both[0]), np.float32))]
+        return [own, _mismatched(own, document(self.partners[number]))]
 
     def batch(self, indices: np.ndarray) -> FieldArrays:
         """Rows `indices`, stacked."""
@@ -194,17 +195,20 @@ def read_answers(path: str, cfg: Config, tokenizer: Tokenizer, kind: str) -> Ans
     kind = kind if kind in (PAIRS, STEPS) else "single"
     key = key_of_source(path, files, cfg, answers) | {"answers": kind}
     arrays, _ = cached_arrays(
-        cache_of(cfg), key, ARRAYS, lambda: _made(path, files, kind, answers, cfg)
+        cache_of(cfg),
+        key,
+        ANSWER_ARRAYS,
+        lambda: _tokenized_answers(path, files, kind, answers, cfg),
     )
     source = AnswerSource(*arrays[:5], *(json.loads(bytes(text)) for text in arrays[5:]))
     warn_of_left_out(path, source.names, source.left_out)
     return source
 
 
-def _made(
+def _tokenized_answers(
     path: str, files: list[str], kind: str, answers: AnswerTokenizer, cfg: Config
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of a source that `ARRAYS` names. Raises `UserError`."""
+    """The arrays of a source that `ANSWER_ARRAYS` names. Raises `UserError`."""
     found, margins, names, left_out = [], [], [], []
     for name, row in read_records(files):
         groups = attempt(_groups_of, row, name, kind, answers)
@@ -245,13 +249,21 @@ def _groups_of(row: dict, name: str, kind: str, answers: AnswerTokenizer) -> lis
     return found
 
 
-def _document(one: TokenizedConversation, value: float) -> tuple[np.ndarray, ...]:
+def _mismatched(own: Document, other: Document) -> Document:
+    """The prompt of one document with the answer of another, which has no value."""
+    before, behind = own[1].argmax(), other[1].argmax()
+    ids = np.append(own[0][:before], other[0][behind:])
+    is_answer = np.append(own[1][:before], other[1][behind:])
+    return ids, is_answer, np.zeros(len(ids), np.float32)
+
+
+def _document(one: TokenizedConversation, value: float) -> Document:
     values = np.zeros(len(one.ids), np.float32)
     values[-1] = value
     return one.ids, one.is_answer, values
 
 
-def _document_of_steps(group: AnswerGroup, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
+def _document_of_steps(group: AnswerGroup, tokenizer: Tokenizer) -> Document:
     """A prompt and steps, each with a line feed, whose last token has the step's value."""
     (conversation,) = group.conversations
     ids = [*tokenizer.prefix, *tokenizer.encode(conversation.plain[0])]

@@ -85,7 +85,7 @@ def cache_of(cfg: Config) -> Path:
 
 
 def key_of_source(path: str, files: list[str], cfg: Config, answers: AnswerTokenizer) -> dict:
-    """What determines the tokens of a source, as JSON data."""
+    """The facts that determine the tokens of a source, as JSON data."""
     with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
         states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     return {

@@ -41,8 +41,8 @@ class Preference:
     """The losses that `preference.loss_type` names, and figures of rewards.
 
     "loss" is the weighted sum of the losses of pairs, or of single answers. "sft" is the weighted
-    cross-entropy of chosen answers, over their tokens; orpo's is over their prompts, too. What is
-    logged besides has TRL's names.
+    cross-entropy of chosen answers, over their tokens; orpo's is over their prompts, too. Figures
+    that are only logged have TRL's names.
     """
 
     settings: PreferenceConfig

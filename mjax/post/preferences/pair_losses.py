@@ -1,8 +1,8 @@
 """Losses of pairs and of single answers, from sums over the tokens of each answer.
 
 A loss is a function of (settings, chosen, rejected), all entries alike; `PAIR_LOSSES` has each by
-its name in `preference.loss_type`. The formulas are TRL's (`trl/trainer/dpo_trainer.py`, and cpo,
-orpo and kto there) and stand in docs/train/preferences.md. Invariant: entry i of a result depends
+its name in `preference.loss_type`. The formulas are TRL's (the trainers of DPO, CPO, ORPO and
+KTO) and stand in docs/train/preferences.md. Invariant: entry i of a result depends
 on entry i of what is given alone.
 """
 
@@ -17,7 +17,7 @@ from jax.nn import log_sigmoid, sigmoid
 from mjax.config.schema.preference import PreferenceConfig
 
 _SURE = -1e-7  # the largest mean log-probability whose odds are finite in fp32
-_LARGEST = 80.0  # exponent that fp32 holds
+_LARGEST_EXPONENT = 80.0  # exponent that fp32 holds
 
 
 class AnswerSums(NamedTuple):
@@ -57,7 +57,7 @@ def divergence_score(settings: PreferenceConfig, answer: AnswerSums) -> jax.Arra
         case "js_divergence":
             return math.log(2) + log_sigmoid(log_ratio)
         case "alpha_divergence" if abs(alpha) >= 1e-6:
-            return (jnp.exp(jnp.minimum(alpha * log_ratio, _LARGEST)) - 1) / alpha
+            return (jnp.exp(jnp.minimum(alpha * log_ratio, _LARGEST_EXPONENT)) - 1) / alpha
         case _:
             return log_ratio
 
@@ -68,7 +68,9 @@ def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
-def _logits(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
+def _margin_logits(
+    settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums
+) -> jax.Array:
     scores = divergence_score(settings, chosen) - divergence_score(settings, rejected)
     return settings.beta * scores
 
@@ -87,12 +89,12 @@ def _rewards(
 
 def dpo(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
     """DPO (arXiv 2305.18290), with smoothed labels cDPO."""
-    return _smoothed(_logits(settings, chosen, rejected), settings.label_smoothing)
+    return _smoothed(_margin_logits(settings, chosen, rejected), settings.label_smoothing)
 
 
 def hinge(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
     """SLiC (arXiv 2305.10425)."""
-    return jax.nn.relu(1 - _logits(settings, chosen, rejected))
+    return jax.nn.relu(1 - _margin_logits(settings, chosen, rejected))
 
 
 def ipo(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
@@ -102,7 +104,7 @@ def ipo(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) ->
 
 def robust(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
     """Unbiased where a share of labels is wrong (arXiv 2403.00409)."""
-    logits, wrong = _logits(settings, chosen, rejected), settings.label_smoothing
+    logits, wrong = _margin_logits(settings, chosen, rejected), settings.label_smoothing
     loss = -(1 - wrong) * log_sigmoid(logits) + wrong * log_sigmoid(-logits)
     return loss / (1 - 2 * wrong)
 
@@ -114,7 +116,7 @@ def sigmoid_norm(settings: PreferenceConfig, chosen: AnswerSums, rejected: Answe
 
 def exo_pair(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
     """EXO (arXiv 2402.00856), equation 16 for two answers."""
-    logits, wrong = _logits(settings, chosen, rejected), settings.label_smoothing
+    logits, wrong = _margin_logits(settings, chosen, rejected), settings.label_smoothing
     of_chosen = sigmoid(logits) * (log_sigmoid(logits) - math.log1p(-wrong))
     return of_chosen + sigmoid(-logits) * (log_sigmoid(-logits) - math.log(wrong))
 
@@ -151,7 +153,7 @@ def apo_down(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSum
 
 def discopop(settings: PreferenceConfig, chosen: AnswerSums, rejected: AnswerSums) -> jax.Array:
     """DiscoPOP (arXiv 2406.08414), equation 5: logistic and exponential, blended."""
-    logits = _logits(settings, chosen, rejected)
+    logits = _margin_logits(settings, chosen, rejected)
     blend = sigmoid(logits / settings.discopop_tau)
     return -log_sigmoid(logits) * (1 - blend) + jnp.exp(-logits) * blend
 

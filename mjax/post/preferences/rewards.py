@@ -28,8 +28,8 @@ from mjax.post.preferences.objective import ANSWER_VALUES, pairs_of
 class Reward:
     """Bradley-Terry's loss of pairs, or the logistic loss of steps that are right or wrong.
 
-    "loss" is a mean over pairs, or over steps. Of pairs "center" is the term that keeps rewards
-    around 0. Logged are TRL's accuracy, margin and mean_reward.
+    "loss" is a mean over pairs, or over steps. With pairs "center" is the term that keeps
+    rewards around 0. Logged are TRL's accuracy, margin and mean_reward.
     """
 
     settings: RewardConfig

@@ -19,7 +19,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from tests.chats import write_lines, write_tokenizer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 from tools.preference_pairs import pairs
 
@@ -82,6 +82,7 @@ def test_swapping_a_pair_flips_the_sign():
     np.testing.assert_allclose(backward - forward, logits, rtol=1e-4, atol=1e-6)
 
 
+@slow
 def test_with_adapters_the_reference_is_the_base(tmp_path):
     adapted, stream = trainer_of(config(tmp_path, "lora.rank=3", *ALL_PACKED))
     fill_adapters(adapted)
@@ -105,8 +106,8 @@ MESHES = [
 ]
 
 
-@slow
-@pytest.mark.parametrize("keys", quick([(keys,) for keys in MESHES]), ids=lambda k: k[0][5:])
+@exhaustive
+@pytest.mark.parametrize("keys", MESHES, ids=lambda k: k[0][5:])
 def test_roles_give_the_same_fields_on_every_mesh(keys, tmp_path):
     own = [key for key in keys if not key.startswith("mesh.")]
     if "model.layer_pattern=full+experts" in own:
@@ -159,7 +160,8 @@ def test_a_run_with_a_stored_reference_goes_on_at_another_dp(tmp_path):
 def test_dpo_learns_a_planted_preference(tmp_path):
     """Pairs whose chosen answer has more vowels; none of the held-out ones is trained on."""
     keys = "train.global_batch_size=16", "train.micro_batch_size=16", "schedule.lr=3e-3"
-    trainer, stream = trainer_of(config(tmp_path, *keys, "train.steps=60", count=600))
+    keys = *keys, "data.seq_length=64"  # a pair a row
+    trainer, stream = trainer_of(config(tmp_path, *keys, "train.steps=50", count=600))
     held_out = config(tmp_path, *keys, count=600).model_copy(update={"run": trainer.cfg.run})
     path = write_lines(tmp_path / "held_out.jsonl", pairs(200, seed=4))
     conversations = held_out.data.conversations.model_copy(update={"path": path})
@@ -172,6 +174,6 @@ def test_dpo_learns_a_planted_preference(tmp_path):
         return float(sums["rewards/accuracies"] / counts["rewards/accuracies"])
 
     assert accuracy() == 0  # all rewards are equal
-    for batch in stream.batches(0, 60, None):
+    for batch in stream.batches(0, 50, None):
         trainer.step(batch)
     assert accuracy() > 0.85

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from mjax.config import load
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.data.conversations.answer_records import parse_answers
 from mjax.data.conversations.answer_rows import AnswerDataset
 from mjax.errors import UserError
 from tests.chats import chat_config, write_lines
-from tests.tiny import TINY
 
 
 def said(*texts: str) -> list[dict]:
@@ -152,25 +150,3 @@ def test_values_of_steps_stand_at_their_ends(tmp_path):
     decode = load_tokenizer(tmp_path / "tokenizer").decode
     texts = [decode(batch["tokens"][0, : place + 1].tolist()) for place in places]
     assert texts == ["2+2 so 4\n", "2+2 so 4\nis 5\n"]
-
-
-WRONG = [
-    (["train.objective=preference", "preference.loss_type=[kto,sigmoid]"], "mixes losses"),
-    (["train.objective=preference", "preference.loss_type=sft"], "compares nothing"),
-    (["train.objective=preference", "preference.loss_type=exo_pair"], "exo_pair compares"),
-    (["train.objective=preference", "preference.loss_weights=[1,2]"], "one entry for each"),
-    (["train.objective=preference", "preference.loss_type=cpo", "preference.reference=x"], "reads"),
-    (["train.objective=preference", "mesh.pp=2", "model.num_hidden_layers=2"], "pp=1"),
-    (["train.objective=preference", "train.loss_divisor=sequences"], "preference.loss_divisor"),
-    (["train.objective=preference", "data.document_mask=false"], "document_mask"),
-    (["train.objective=reward"], "num_labels"),
-    (["model.num_labels=2"], "num_labels"),
-    (["preference.beta=0.2"], "preference.beta"),
-    (["reward.loss_type=steps"], "reward.loss_type"),
-]
-
-
-@pytest.mark.parametrize("keys, message", WRONG, ids=lambda x: str(x)[:60])
-def test_keys_that_do_not_go_together(keys, message):
-    with pytest.raises(UserError, match=message):
-        load(None, [*TINY, *keys])
