@@ -73,22 +73,16 @@ def reference_of(trainer: Trainer, folder: str | None) -> Role:
     """The reference of a run: the weights in `folder`, or those that its training starts from.
 
     From that start it holds the parameters that are trained; the frozen ones are the policy's.
-    Adapters that begin without effect are left off instead (`adapters_off`). Parameters are in
-    precision.compute, but those that FP8 rounds stay as the masters are.
+    Adapters that begin without effect are left off instead (`LoraConfig.begins_at_base`).
+    Parameters are in precision.compute, but those that FP8 rounds stay as the masters are.
     """
     if folder is not None:
         held = trainer.checkpoints.load_weights(source_of(folder))[0]
-    elif adapters_off(trainer):
+    elif trainer.cfg.lora.begins_at_base:
         return Role("reference", trainer)
     else:
         held = trained_only(_start_params(trainer), trainer.state_layout.placement.specs)
     return Role("reference", trainer, _in_compute_dtype(trainer, held))
-
-
-def adapters_off(trainer: Trainer) -> bool:
-    """Whether training starts from the base, with adapters beside it that change nothing."""
-    lora = trainer.cfg.lora
-    return bool(lora.rank) and lora.init in ("zero", "gaussian") and not lora.trained
 
 
 def _start_params(trainer: Trainer) -> dict:

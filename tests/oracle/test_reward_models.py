@@ -21,7 +21,7 @@ from tests.oracle.test_preferences import padded, pair_batch
 def classifier(name: str, labels: int = 1) -> torch.nn.Module:
     """A tiny random decoder with a head of scores."""
     config = make(name).config
-    config.num_labels = labels
+    config.num_labels, config.pad_token_id = labels, 0
     torch.manual_seed(0)
     return transformers.AutoModelForSequenceClassification.from_config(config).float().eval()
 

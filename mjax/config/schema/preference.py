@@ -78,6 +78,11 @@ class PreferenceConfig(Group):
         referenced = {*get_args(PairLoss), *get_args(UnpairedLoss)}
         return not self.reference_free and not referenced.isdisjoint(self.losses)
 
+    @property
+    def computes_reference(self) -> bool:
+        """Whether each step computes the reference of its batch."""
+        return self.needs_reference and not self.precompute_ref_log_probs
+
 
 class RewardConfig(Group):
     """The loss of a reward model (docs/train/preferences.md)."""
