@@ -33,6 +33,8 @@ DATA = {
 COMMANDS: dict[str, Command | dict[str, Command]] = {
     "train": Command("train a model from a YAML config", "mjax.train.__main__"),
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
+    "preference": Command("train on preferences: DPO, KTO, ORPO, ..", "mjax.post.preference"),
+    "reward": Command("train a reward model on pairs or steps", "mjax.post.reward"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
     "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
     "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),

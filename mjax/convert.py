@@ -428,6 +428,8 @@ def verify(ours: str | Path, hf: Path, dtype: str) -> int:
             return model.pair_logits(model.image_embeddings(images), model.text_embeddings(tokens))
         if not kind.reads_tokens:
             return model.classify_images(tokens)
+        if mine.cfg.num_labels:  # theirs are of the last token
+            return model(tokens)[:, -1]
         if kind.predicts == "classes":
             return model.classify(tokens)
         return model(tokens, target=tokens[:, ::2] if target else None)

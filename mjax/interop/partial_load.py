@@ -27,7 +27,8 @@ _TOWERS = ("vision.", "audio.")
 _POSITION_KEYS = {"audio.max_source_positions"}  # the first ones are those of shorter sounds
 
 # The parameters of heads that may be drawn anew, or left out.
-HEAD_STACKS = ("masked_head", "classifier")
+HEAD_STACKS = ("masked_head", "classifier", "score")
+VOCABULARY_HEADS = ("head", "vocabulary_bias")  # which a model of scores lacks
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         left_out |= {path[0] for path in has if path not in wanted}
         given = {p: given[p] if p in has else (0,) * len(shape) for p, shape in wanted.items()}
     if "heads" in changes:
-        left_out |= {p[0] for p in given if p[0] in HEAD_STACKS and p not in wanted}
+        heads = (*HEAD_STACKS, *VOCABULARY_HEADS)
+        left_out |= {p[0] for p in given if p[0] in heads and p not in wanted}
         given = {path: shape for path, shape in given.items() if path[0] not in left_out}
         for path, shape in wanted.items():
             if path[0] in HEAD_STACKS and given.get(path) != shape:  # drawn, whole

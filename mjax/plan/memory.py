@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.config.languages.remat import offloaded
 from mjax.config.rules.mesh_rules import mesh_sizes
@@ -109,7 +111,17 @@ def bytes_per_device(
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
     parts["work"] = max(work, loss)
+    if cfg.train.objective == "preference" and cfg.preference.computes_reference:
+        parts["reference"] = _reference_bytes(cfg, count)
     return parts
+
+
+def _reference_bytes(cfg: Config, count: Counts) -> float:
+    """The bytes of the weights that a reference holds besides the policy's (`post/roles.py`)."""
+    if cfg.lora.begins_at_base and cfg.preference.reference is None:
+        return 0.0
+    itemsize = jnp.dtype(cfg.precision.compute).itemsize
+    return count.shard * count.trained_share * itemsize
 
 
 def _activation_bytes(

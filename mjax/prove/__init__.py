@@ -317,6 +317,8 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
         batch |= make_images(trainer.cfg, rows, width)
     if trainer.cfg.model.modalities:
         batch |= with_items(trainer.cfg, batch)
+    if "answer_values" in trainer.objective.fields:
+        batch |= trainer.objective.make_fields(batch, 0, 0, np.arange(rows))
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     others = "tokens", "finite", "accepted", "gathered_share"  # the last depends on the mesh

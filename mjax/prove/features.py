@@ -336,6 +336,16 @@ FEATURES["folded, with all"] = [
     "model.moe.latent_size=20",
     "model.mlp_bias=true",
 ]
+FEATURES["preferences"] = [
+    "train.objective=preference",
+    "preference.loss_type=[sigmoid, ipo, sft]",
+    "preference.precompute_ref_log_probs=true",
+]
+FEATURES["rewards"] = [
+    "train.objective=reward",
+    "model.num_labels=1",
+    "reward.center_rewards_coefficient=0.1",
+]
 # Features in words, for the page.
 NAMES = {
     "dense": "a Llama-like model with grouped heads",
@@ -382,6 +392,8 @@ NAMES = {
     "qwen-vl": "Qwen-VL: packed images and videos, mRoPE, DeepStack",
     "folded experts": "whole experts over ep and tp, with a balance loss",
     "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
+    "preferences": "DPO and IPO of packed pairs, with a term for chosen answers",
+    "rewards": "a reward model of packed pairs, centered",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {

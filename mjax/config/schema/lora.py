@@ -44,6 +44,11 @@ class LoraConfig(Group):
     """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""
 
     @property
+    def begins_at_base(self) -> bool:
+        """Whether training starts from the base, with adapters that change nothing yet."""
+        return bool(self.rank) and self.init in ("zero", "gaussian") and not self.trained
+
+    @property
     def starts_from(self) -> str | None:
         """The folder whose adapters are trained on, or None."""
         return None if self.init in get_args(Start) else self.init

@@ -195,9 +195,7 @@ class MoeConfig(Group):
     expert_bias_update_rate: float = Field(1e-3, ge=0)
     """Step of expert_bias towards equal loads; 0: it stays."""
     capacity_factor: float | None = Field(None, gt=0)
-    """An expert takes this many times its share of a sequence's tokens, and drops the others; None:
-    it drops none.
-    """
+    """Times its share of a sequence's tokens that an expert takes; None: it drops none."""
     drop_policy: Literal["probs", "position"] = "probs"
     """Whom it keeps: the tokens of the largest gates, or the first."""
     skip_padding: bool = False
@@ -293,6 +291,8 @@ class ModelConfig(Group):
     """Sizes of the layers marked '@1', ..."""
     decoder_start_token_id: int | None = Field(None, ge=0)
     """First token that the decoder of an encoder-decoder reads."""
+    num_labels: int = Field(0, ge=0)
+    """Numbers of a token in place of logits, as a reward (docs/train/preferences.md); 0: none."""
     num_nextn_predict_layers: int = Field(0, ge=0)
     """Layers that predict tokens further ahead, in training (docs/models/families.md)."""
 

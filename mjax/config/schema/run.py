@@ -14,6 +14,7 @@ from mjax.config.schema.base import Group
 from mjax.config.schema.log import LogConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
+from mjax.config.schema.preference import PreferenceConfig, RewardConfig
 from mjax.config.schema.sizes import StepKey, UpTo20, UpTo24, UpTo28
 
 
@@ -301,8 +302,8 @@ class TrainConfig(Group):
 
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
-    span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
-    of a class like those of `objectives/`.
+    span_corruption, classify_images, contrastive (docs/models/multimodal.md), preference, reward
+    (docs/train/preferences.md), or module.path:Name of a class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -423,8 +424,8 @@ class CheckpointConfig(Group):
     init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. context:
     max_position_embeddings and the rope_* keys (docs/train/checkpoints.md); experts: it has experts
-    where they have MLPs (docs/models/moe.md); heads: of model.bert (docs/models/encoders.md);
-    towers: it reads images or sounds (docs/models/multimodal.md).
+    where they have MLPs (docs/models/moe.md); heads: of model.bert (docs/models/encoders.md),
+    or model.num_labels; towers: it reads images or sounds (docs/models/multimodal.md).
     """
     init_audio: PathText | None = None
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
@@ -484,6 +485,8 @@ class Config(Group):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     lora: LoraConfig = LoraConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()

@@ -53,6 +53,8 @@ SAMPLE = [
     ("llava-onevision", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
     ("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("sft", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
+    ("preferences", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2)),
+    ("rewards", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4)),
     ("lora", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
     ("lora, experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 3, cp_type="a2a")),
     ("lora, latent attention", Cell({"pp": 2, "dp": 2, "tp": 2}, 0, 3)),

@@ -54,6 +54,7 @@ CLIP += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2}"
 ]
+DPO = ["train.objective=preference"]
 THREE = ["mesh.cp=3", "data.seq_length=36"]
 SOUNDS = (
     "model.audio={max_source_positions: 8, hidden_size: 32, intermediate_size: 48, "
@@ -632,6 +633,46 @@ BROKEN = {
     "short_rows_are_whole": (
         ["train.attention=triton", "precision.compute=bfloat16", "mesh.cp=2"],
         "takes all keys of a row, but mesh.cp=2 cuts them",
+    ),
+    "losses_have_weights": (
+        [*DPO, "preference.loss_weights=[1, 2]"],
+        "preference.loss_weights=[1.0, 2.0] does not have one entry for each",
+    ),
+    "losses_go_together": (
+        [*DPO, "preference.loss_type=[kto, sigmoid]"],
+        "preference.loss_type=['kto', 'sigmoid'] mixes losses of single answers with others",
+    ),
+    "exo_smooths": (
+        [*DPO, "preference.loss_type=exo_pair"],
+        "exo_pair compares with (1 - preference.label_smoothing=0.0",
+    ),
+    "reference_is_used": (
+        [*DPO, "preference.loss_type=cpo", "preference.reference=base"],
+        "preference.reference='base', but nothing reads a reference",
+    ),
+    "reference_has_no_pipeline": (
+        [*DPO, "mesh.pp=2"],
+        "mesh.pp=2: the reference of a step needs preference.precompute_ref_log_probs=False",
+    ),
+    "answers_have_a_divisor": (
+        [*DPO, "train.loss_divisor=sequences"],
+        "train.loss_divisor='sequences' divides losses of tokens",
+    ),
+    "answers_are_conversations": (
+        [*DPO, "data.mock=false", "data.text=stdlib", "data.tokenizer=byte"],
+        "train.objective='preference' reads records of answers",
+    ),
+    "answers_are_documents": (
+        [*DPO, "data.document_mask=false"],
+        "answers of a row would see each other: data.document_mask=False",
+    ),
+    "rewards_have_a_head": (
+        ["train.objective=reward"],
+        "train.objective='reward' and model.num_labels=0 do not go together",
+    ),
+    "scores_are_of_decoders": (
+        ["train.objective=reward", "model.num_labels=1", "model.bert.embedding_norm=true"],
+        "model.num_labels=1 is not built for the architecture encoder",
     ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],

@@ -99,7 +99,7 @@ def test_the_images_of_a_row_do_not_keep_a_model_from_its_export(name):
     assert config_to_hf(cfg.model)["model_type"] == cfg.model.model_type
 
 
-SHARED = {"sft.yaml", "lora.yaml"}  # parts of recipes, without a model
+SHARED = {"sft.yaml", "lora.yaml", "dpo.yaml"}  # parts of recipes, without a model
 FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.name not in SHARED]
 
 

@@ -27,6 +27,7 @@ from tools.chat_lines import main as chat_lines
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*_*.yaml"))
+RECIPES = [path for path in RECIPES if not path.stem.startswith("dpo_")]
 RECORDS = [turns(f"say {n}", f"{n}") for n in range(12)]
 ONE_DEVICE = "mesh.dp=1"
 

@@ -36,6 +36,7 @@ UNSAID = frozenset(
     vision.length_multiple vision.max_patches vision.min_pixels vision.max_pixels""".split()
 )
 
+SCORED = "ForSequenceClassification"
 MOST_LAYERS = 100_000
 # What reading a value of another kind raises.
 WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -68,8 +69,16 @@ def _model_of(config: dict) -> ModelConfig:
     fields: dict = dict(family.fixed)
     for part in family.parts:
         fields |= part.read(rest)
+    if _is_scored(config, family):
+        fields["num_labels"] = config.get("num_labels", len(config.get("id2label") or "01"))
     require_known(rest, name)
     return model_of({"model_type": name, **nested(fields)}, "config.json: {key}: {why}")
+
+
+def _is_scored(config: dict, family: Family) -> bool:
+    """Whether a decoder has a head of scores in place of its vocabulary's."""
+    scored = family.architecture.replace("ForCausalLM", SCORED)
+    return scored != family.architecture and config.get("architectures") == [scored]
 
 
 def config_of_folder(config: dict) -> ModelConfig:
@@ -109,6 +118,9 @@ def _written_config(name: str, cfg: ModelConfig) -> dict:
     """A config.json of the family of that name, which may not say all of `cfg`."""
     family = FAMILIES[name]
     config: dict = {"architectures": [family.architecture], "model_type": name}
+    if cfg.num_labels:
+        scored = family.architecture.replace("ForCausalLM", SCORED)
+        config |= {"architectures": [scored], "num_labels": cfg.num_labels}
     for part in reversed(family.parts):  # what reads first has the last word
         config |= part.write(cfg)
     return config
