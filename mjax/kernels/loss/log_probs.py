@@ -34,9 +34,10 @@ def token_scores(
 ) -> TokenScores:
     """The log-probability of each label, fp32 [T], and with `entropy` each token's entropy.
 
-    x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, `bias` [V/tp] or None;
-    `chunk` tokens at a time (None: by memory). `terms`: only softcap and temperature. Results are
-    equal on all tp devices, and differentiable by x, w and bias, as often as they are used.
+    x [T, D] whole along tp, w [V/tp, D], `bias` [V/tp] or None. labels int32 [T] < vocab_size, or
+    [T, K]: K labels of each token, whose log-probabilities are [T, K]. `chunk` tokens at a time
+    (None: by memory). `terms`: only softcap and temperature. Results are equal on all tp devices,
+    and differentiable by x, w and bias, as often as they are used.
     """
     found = _scores(x, w, bias, labels, terms, parallel, chunk, entropy)
     return TokenScores(*found)
@@ -55,7 +56,7 @@ def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
         return None, score_labels(z, real, cut[1], parallel, entropy=entropy)
 
     _, found = lax.scan(body, None, (token_chunks(x, size), token_chunks(labels, size)))
-    scores, log_z = jax.tree.map(lambda a: a.reshape(-1)[: len(x)], found)
+    scores, log_z = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(x)], found)
     return scores, (x, w, bias, labels, log_z, scores.entropy)
 
 

@@ -1,0 +1,206 @@
+"""Chunked, vocabulary-parallel divergence of a student's next-token distribution from a teacher's.
+
+A scan over chunks of tokens makes the fp32 logits of both models, the losses and both gradients of
+the student at once: nothing of the size of logits is kept. The teacher has no gradient. Each device
+holds V/tp rows of both tables, which have the same vocabulary; sums are combined over tp.
+
+With q the student's and p the teacher's softmax of logits / T, and m = beta p + (1 - beta) q:
+D = beta KL(p || m) + (1 - beta) KL(q || m), the generalized Jensen-Shannon divergence of GKD
+(arXiv 2306.13649); beta = 0 is KL(p || q) and beta = 1 is KL(q || p), without a factor.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mjax.kernels.loss.cross_entropy import chunk_size, token_chunks
+from mjax.kernels.loss.logits import (
+    exponentials,
+    finite_logits,
+    logits_of_chunk,
+    logits_of_labels,
+    wide,
+)
+from mjax.kernels.loss.rows import Terms
+from mjax.sharding.collectives import Parallel
+
+_ELEMENTS = 2**27  # of a chunk's fp32 logits: some six arrays of this size are alive at a time
+_LEAST = 1e-7  # of the probability that is left beside stored ones
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The loss of a token: (1 - label_weight) T^2 D - label_weight log q(label at T = 1).
+
+    beta: 0 <= beta <= 1, as in the module's formula.
+    temperature: T > 0; T^2 keeps the size of gradients (arXiv 1503.02531).
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    label_weight: float = 0.0
+
+
+class LogitSource(NamedTuple):
+    """What a model's logits of T tokens are made from: x [T, D], w [V/tp, D], bias [V/tp]."""
+
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None = None
+
+
+class _How(NamedTuple):
+    """The static choices of `divergence_sums`."""
+
+    divergence: Divergence
+    terms: Terms
+    teacher_terms: Terms
+    parallel: Parallel
+    chunk: int | None
+
+
+def divergence_sums(
+    student: LogitSource,
+    teacher: LogitSource,
+    labels: jax.Array,
+    mask: jax.Array,
+    divergence: Divergence,
+    *,
+    terms: Terms,
+    teacher_terms: Terms,
+    parallel: Parallel,
+    chunk: int | None = None,
+) -> dict[str, jax.Array]:
+    """Sums over tokens of mask * "loss", and of mask * "divergence" (D) and "nll", fp32 scalars.
+
+    labels int32 [T], mask fp32 [T]; both x are whole along tp. `terms`: only vocab_size and softcap
+    of each model. `chunk` tokens at a time (None: by memory). "loss" is differentiable by the
+    student's arrays; the others move nothing.
+    """
+    terms, teacher_terms = (
+        replace(each, temperature=divergence.temperature) for each in (terms, teacher_terms)
+    )
+    how = _How(divergence, terms, teacher_terms, parallel, chunk)
+    return _sums(student, teacher, labels, mask, how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sums(student, teacher, labels, mask, how):
+    def body(totals, cut):
+        return jax.tree.map(jnp.add, totals, _chunk(*cut, student, teacher, how)[0]), None
+
+    return lax.scan(body, _zeros(student), _cut(student, teacher, labels, mask, how))[0]
+
+
+def _sums_fwd(student, teacher, labels, mask, how):
+    x, w, bias = student
+    sums = wide(x)
+
+    def body(carry, cut):
+        totals, d_w, d_bias = carry
+        found, d_z = _chunk(*cut, student, teacher, how)
+        if bias is not None:
+            d_bias = d_bias + d_z.sum(0)
+        d_z = d_z.astype(x.dtype)
+        d_w = d_w + jnp.einsum("tv,td->vd", d_z, cut[0], preferred_element_type=sums)
+        totals = jax.tree.map(jnp.add, totals, found)
+        return (totals, d_w, d_bias), jnp.einsum("tv,vd->td", d_z, w)
+
+    d_bias = None if bias is None else jnp.zeros(bias.shape, sums)
+    start = _zeros(student), jnp.zeros(w.shape, sums), d_bias
+    chunks = _cut(student, teacher, labels, mask, how)
+    (totals, d_w, d_bias), d_x = lax.scan(body, start, chunks)
+    d_x = d_x.reshape(-1, x.shape[1])[: len(x)]
+    return totals, LogitSource(d_x, d_w, d_bias)
+
+
+def _sums_bwd(how, saved, g):
+    # A sum is one value on all tp devices: its cotangents there add up.
+    g = how.parallel.psum(g["loss"], "tp")
+    return jax.tree.map(lambda a: (a * g).astype(saved.x.dtype), saved), None, None, None
+
+
+_sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+def _zeros(student):
+    return dict.fromkeys(("loss", "divergence", "nll"), jnp.zeros((), wide(student.x)))
+
+
+def _cut(student, teacher, labels, mask, how):
+    """Chunks of (student's x, teacher's x, labels, mask)."""
+    size = chunk_size(labels.size, student.w.shape[0], how.chunk, _ELEMENTS)
+    return tuple(token_chunks(a, size) for a in (student.x, teacher.x, labels, mask))
+
+
+def _chunk(x, teacher_x, labels, mask, student, teacher, how):
+    """(sums of a chunk by name, d loss / d student's logits [T, V/tp])."""
+    divergence, parallel = how.divergence, how.parallel
+    alpha, temperature = divergence.label_weight, divergence.temperature
+    z, slope, real = logits_of_chunk(x, student.w, student.bias, how.terms, parallel)
+    of_teacher = logits_of_chunk(teacher_x, teacher.w, teacher.bias, how.teacher_terms, parallel)
+    found, d_u = _divergence(z, of_teacher[0], real, divergence.beta, parallel)
+    nll, d_one = _label_loss(z * temperature, labels, parallel)
+    losses = (1 - alpha) * temperature**2 * found + alpha * nll
+    # `slope` is that of z, logits / T: by the logits at T = 1 it is T times that.
+    d_z = ((1 - alpha) * temperature**2 * d_u + alpha * temperature * d_one) * slope
+    d_z = jnp.where(mask[:, None] == 0, 0, d_z * mask[:, None])
+    figures = {"loss": losses, "divergence": found, "nll": nll}
+    return {name: jnp.where(mask == 0, 0, a * mask).sum() for name, a in figures.items()}, d_z
+
+
+def _divergence(z, teacher_z, real, beta, parallel):
+    """(D [T], its derivative by z [T, V/tp]) of scaled logits; `real` as of `logits_of_chunk`."""
+
+    def log_softmax(z):
+        top, weights, total = exponentials(z, parallel)
+        log_p = finite_logits(z - (top + jnp.log(total))[:, None], real)
+        return log_p, weights / total[:, None]
+
+    def total(values):
+        return parallel.psum(values.sum(-1), "tp")
+
+    (log_q, q), (log_p, p) = log_softmax(z), log_softmax(teacher_z)
+    if beta == 0:
+        return total(p * (log_p - log_q)), q - p
+    if beta == 1:
+        reverse = total(q * (log_q - log_p))
+        return reverse, q * (log_q - log_p - reverse[:, None])
+    log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
+    of_student = total(q * (log_q - log_m))
+    found = beta * total(p * (log_p - log_m)) + (1 - beta) * of_student
+    return found, (1 - beta) * q * (log_q - log_m - of_student[:, None])
+
+
+def _label_loss(z, labels, parallel):
+    """(-log softmax(z)[label] [T], its derivative by z)."""
+    top, weights, total = exponentials(z, parallel)
+    target, place = logits_of_labels(z, labels, parallel)
+    hit = jnp.arange(z.shape[1])[None, :] == place[:, None]
+    return top + jnp.log(total) - target, weights / total[:, None] - hit
+
+
+def stored_divergence(log_q: jax.Array, log_p: jax.Array, beta: float = 0.0) -> jax.Array:
+    """D of distributions of which K probabilities are known, [T]: the rest is one more outcome.
+
+    log_q, log_p fp32 [T, K]: the student's and the teacher's log-probabilities of the same tokens,
+    whose probabilities sum to 1 at most. By the log sum inequality it is D at most, and D if no
+    probability is left. Differentiable.
+    """
+
+    def with_rest(log_k):
+        known = jnp.minimum(jnp.exp(log_k).sum(-1, keepdims=True), 1 - _LEAST)
+        return jnp.concatenate([log_k, jnp.log1p(-known)], -1)
+
+    log_q, log_p = with_rest(log_q), with_rest(log_p)
+    q, p = jnp.exp(log_q), jnp.exp(log_p)
+    if beta == 0:
+        return (p * (log_p - log_q)).sum(-1)
+    if beta == 1:
+        return (q * (log_q - log_p)).sum(-1)
+    log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
+    return (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
