@@ -33,6 +33,7 @@ DATA = {
 COMMANDS: dict[str, Command | dict[str, Command]] = {
     "train": Command("train a model from a YAML config", "mjax.train.__main__"),
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
+    "prune": Command("make a smaller model of a larger one", "mjax.post.prune"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
     "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
     "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),
