@@ -34,11 +34,14 @@ class BatchField:
         token, the features that it is made of (`models/towers/tiles.py`). "places", "axes": of a
         patch, and of a token of a text with packed images (`models/towers/image_places.py`).
     pad: the value in rows that fill up a batch. They count in no loss.
+    is_computed: a batch may be given without it. Then a role computes it on the devices
+        (`post/roles.py`).
     """
 
     dtype: type
     axes: tuple[str, ...] = ("batch", "seq")
     pad: float = 0
+    is_computed: bool = False
 
 
 # The fields that layers read. They are part of every batch, whatever the objective.

@@ -110,7 +110,7 @@ class WholeBatch(Protocol):
 class DatasetReader(Protocol):
     """An objective that trains on samples of another kind than tokens in a row.
 
-    dataset: LABELLED or SPANS.
+    dataset: LABELLED, SPANS or a kind of records of answers.
     """
 
     dataset: str
@@ -125,6 +125,8 @@ class PaddedRows(Protocol):
 
 # Kinds of datasets: tokens in a row, a class for each text, texts with spans cut out of them.
 TOKENS, LABELLED, SPANS = "tokens", "labelled", "spans"
+# Records of answers: pairs, single ones with a mismatched one beside each, single ones, in steps.
+PAIRS, MATCHED, SINGLE, STEPS = "pairs", "matched", "single", "steps"
 
 
 def dataset_kind(cfg: Config) -> str:
@@ -149,6 +151,8 @@ _CLASSES = {
     "span_corruption": "mjax.objectives.span_corruption:CorruptedSpans",
     "classify_images": "mjax.objectives.image_classes:ClassifyImages",
     "contrastive": "mjax.objectives.contrastive:Contrastive",
+    "preference": "mjax.post.preferences.objective:Preference",
+    "reward": "mjax.post.preferences.rewards:Reward",
 }
 
 

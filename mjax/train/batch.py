@@ -107,7 +107,14 @@ class BatchPlacer:
         width = batch["positions"].shape[1]
         lengths = {"seq": width, **self.further}
         mine = self.local_rows(rows)
-        arrays = {name: np.asarray(batch[name], field.dtype) for name, field in self.fields.items()}
+        lengths_of = {"batch": len(batch["positions"]), **lengths}
+        arrays = {}
+        for name, field in self.fields.items():
+            if self.is_left_to_roles(name, batch):  # a role's field takes this one's place
+                given = np.full([lengths_of[axis] for axis in field.axes], field.pad)
+            else:
+                given = batch[name]
+            arrays[name] = np.asarray(given, field.dtype)
         arrays["rows"] = np.arange(rows, dtype=np.int32)[mine]
         arrays["columns"] = np.arange(width, dtype=np.int32)
         fields = placed_fields(self.objective)
@@ -124,6 +131,10 @@ class BatchPlacer:
             size, first = (rows, mine.start) if "batch" in axes else (len(array), 0)
             placed[name] = global_array(array, shardings[name], size, first)
         return placed
+
+    def is_left_to_roles(self, name: str, batch: HostBatch) -> bool:
+        """Whether a batch is given without a field that a role computes."""
+        return self.fields[name].is_computed and name not in batch
 
     def abstract(self, rows: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a placed batch of `rows` sequences."""
@@ -146,8 +157,8 @@ class BatchPlacer:
 
     def global_rows(self, batch: HostBatch) -> int:
         """The rows of the global batch that this process's part belongs to; checks its sizes."""
-        for name in self.fields:
-            if name not in batch:
+        for name, field in self.fields.items():
+            if name not in batch and not field.is_computed:
                 needed = ", ".join(self.fields)
                 raise UserError(f"batch: field {name!r} is missing; it needs {needed}")
         shape = np.shape(batch["positions"])
@@ -155,6 +166,8 @@ class BatchPlacer:
             raise UserError(f"batch: positions has shape {shape}; it must be [sequences, tokens]")
         sizes = {"batch": shape[0], "seq": shape[1], **self.further}
         for name, field in self.fields.items():
+            if self.is_left_to_roles(name, batch):
+                continue
             if not sizes.keys() >= set(field.axes):
                 raise UserError(
                     f"batch: {name} has the axes {field.axes}; known: {', '.join(sizes)}"

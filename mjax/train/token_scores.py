@@ -43,7 +43,9 @@ def batch_scores(program: Program, state: State, batch: Batch) -> TokenScores:
     return jax.tree.map(in_order, scores)
 
 
-def micro_batch_scores(model: LocalModel, weights: dict, micro_batch: Batch) -> TokenScores:
+def micro_batch_scores(
+    model: LocalModel, weights: dict, micro_batch: Batch, entropy: bool = True
+) -> TokenScores:
     """The scores of a micro-batch, fp32 [b, S/cp]. `model` is one for evaluation."""
     tokens = model.tokens(micro_batch, None)
     inputs = model.layer_inputs(weights, tokens)
@@ -53,7 +55,7 @@ def micro_batch_scores(model: LocalModel, weights: dict, micro_batch: Batch) -> 
         decoder_of(streams),
         micro_batch["labels"],
         model.ctx,
-        entropy=True,
+        entropy=entropy,
     )
 
 

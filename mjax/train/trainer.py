@@ -4,7 +4,7 @@ It owns no loop and no data. `step` is asynchronous: it returns device scalars.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
+from mjax.errors import UserError
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
 from mjax.kernels.nf4.parameters import require_whole_blocks
@@ -40,6 +41,11 @@ from mjax.train.programs import Programs
 from mjax.train.rates import StepRates
 from mjax.train.state import state_layout
 from mjax.train.token_scores import SCORES
+
+
+def no_fields(placed: Batch) -> Batch:
+    """The fields of no roles."""
+    return {}
 
 
 class Trainer:
@@ -87,6 +93,8 @@ class Trainer:
         types = cfg.model.bert.type_vocab_size
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
+        # Computes fields of a placed batch that it was given without (`post/roles.py`).
+        self.role_fields: Callable[[Batch], Batch] = no_fields
         self.state: steps.State | None = None
         self.step_number = 0
         self.rates = StepRates(cfg)
@@ -232,8 +240,15 @@ class Trainer:
 
         The weights are the state without moments (`Partitions.weights`).
         """
-        placed = self.place(batch)
-        return self._program(kind, placed)(without_moments(self._live()), placed, *more)
+        return self.run_placed(kind, self.place(batch), self.weights(), *more)
+
+    def run_placed(self, kind: ProgramKind, placed: Batch, weights: dict, *more: object) -> object:
+        """`run_program` on a placed batch, with weights of whatever role."""
+        return self._program(kind, placed)(weights, placed, *more)
+
+    def weights(self) -> dict:
+        """The live state without moments, what `run_placed` takes."""
+        return without_moments(self._live())
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""
@@ -244,7 +259,16 @@ class Trainer:
         """The batch on the devices, for `step`; `placed_ahead` says when it is best called."""
         placed = self.placer.place(batch)
         self.programs.bound_documents(most_documents(batch), only_padding_follows(batch))
-        return placed
+        awaited = [n for n in self.objective.fields if self.placer.is_left_to_roles(n, batch)]
+        if not awaited:
+            return placed
+        computed = self.role_fields(placed)
+        if missing := [name for name in awaited if name not in computed]:
+            raise UserError(
+                f"batch: {', '.join(missing)} is computed by a role, which this command has none "
+                "of; train with mjax preference"
+            )
+        return placed | computed
 
     def _program(self, kind: ProgramKind, batch: Batch) -> jax.stages.Wrapped:
         """The program of this kind for batches like `batch`."""

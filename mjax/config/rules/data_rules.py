@@ -80,8 +80,9 @@ def conversations_are_documents(c: Config) -> Iterator[str]:
 
 @rule("set train.objective=next_token, or to module.path:Name")
 def conversations_are_predicted(c: Config) -> Iterator[str]:
-    is_own = ":" in c.train.objective
-    if c.data.conversations.path is not None and not (c.train.objective == "next_token" or is_own):
+    readers = "next_token", "preference", "reward"
+    reads = c.train.objective in readers or ":" in c.train.objective
+    if c.data.conversations.path is not None and not reads:
         yield "`train.objective` does not read `data.conversations.path`"
 
 

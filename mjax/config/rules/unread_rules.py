@@ -240,6 +240,13 @@ NEEDS = (
         "data of tokens (images and sounds have data.images.valid_path)",
         lambda c: not _reads_items(c),
     ),
+    _objective(
+        "preference: loss_type loss_weights beta label_smoothing f_divergence_type "
+        "f_alpha_divergence_coef discopop_tau simpo_gamma desirable_weight undesirable_weight "
+        "loss_divisor reference_free reference precompute_ref_log_probs",
+        "preference",
+    ),
+    _objective("reward: loss_type center_rewards_coefficient", "reward"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",

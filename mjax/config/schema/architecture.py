@@ -101,6 +101,7 @@ def architecture_of(model: "ModelConfig") -> Architecture:
         cuts_images=model.vision.patch_size > 0,
         is_like_bert=bert != _default(type(bert)),
         only_classifies=bool(bert.num_labels) and not bert.mlm_head,
+        scores=model.num_labels > 0,
         predicts_ahead=model.num_nextn_predict_layers > 0,
     )
 
@@ -118,6 +119,7 @@ def _architecture(
     cuts_images: bool,
     is_like_bert: bool,
     only_classifies: bool,
+    scores: bool,
     predicts_ahead: bool,
 ) -> Architecture:
     """The architecture of layers of these kinds, and of what else a config says of a model."""
@@ -135,7 +137,7 @@ def _architecture(
         streams |= set(map(stream_of, set(kinds)))
     encodes = sees_ahead(kinds) and not inputs
     predicts = "tokens"
-    if only_images or only_classifies:
+    if only_images or only_classifies or scores:
         predicts = "classes"
     name = "multi_token_decoder" if predicts_ahead else "decoder"
     if only_images:
@@ -157,6 +159,6 @@ def _architecture(
         BRANCHES["retrieval"].group if NEIGHBORS in reads else None,
         predicts,
         encodes,
-        generates=not encodes and name not in ("retro", "dual_encoder"),
-        default_objective=_OBJECTIVES.get(name, "next_token"),
+        generates=not encodes and not scores and name not in ("retro", "dual_encoder"),
+        default_objective="reward" if scores else _OBJECTIVES.get(name, "next_token"),
     )

@@ -293,6 +293,10 @@ class ModelConfig(Group):
     """Sizes of the layers marked '@1', ..."""
     decoder_start_token_id: int | None = Field(None, ge=0)
     """First token that the decoder of an encoder-decoder reads."""
+    num_labels: int = Field(0, ge=0)
+    """Numbers that a decoder gives a token in place of the vocabulary's logits, such as a reward;
+    0: logits (docs/train/preferences.md).
+    """
     num_nextn_predict_layers: int = Field(0, ge=0)
     """Layers that predict tokens further ahead, in training (docs/models/families.md)."""
 

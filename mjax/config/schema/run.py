@@ -13,6 +13,7 @@ from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
+from mjax.config.schema.preference import PreferenceConfig, RewardConfig
 from mjax.config.schema.sizes import UpTo20, UpTo24, UpTo28
 
 
@@ -281,8 +282,8 @@ class TrainConfig(Group):
 
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
-    span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
-    of a class like those of `objectives/`.
+    span_corruption, classify_images, contrastive (docs/models/multimodal.md), preference, reward
+    (docs/train/preferences.md), or module.path:Name of a class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -466,6 +467,8 @@ class Config(Group):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     lora: LoraConfig = LoraConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()

@@ -1,4 +1,8 @@
-"""The head of a language model: scores of a vocabulary for each token, and their losses."""
+"""The head of a language model: scores of a vocabulary for each token, and their losses.
+
+With `num_labels` it has a table of its own in their place, as transformers' models for sequence
+classification: a few numbers for each token, of which a reader takes those of a last token.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +18,7 @@ from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
 from mjax.models.base.context import Context, scaled
 from mjax.models.base.params import declare, declare_bias, normal, table
 from mjax.sharding.collectives import LOCAL, Parallel
+from mjax.sharding.spec import ParamSpec
 
 
 class VocabularyHead:
@@ -22,6 +27,11 @@ class VocabularyHead:
     def declare_head(self, rngs: nnx.Rngs) -> None:
         """Declare the parameters after the final norm."""
         cfg = self.cfg
+        if cfg.num_labels:
+            shape = cfg.num_labels, cfg.hidden_size
+            score = ParamSpec(shape, (None, "embed"), "head", hf=("score.weight",))
+            self.score = declare(rngs, score, normal(cfg.initializer_range))
+            return
         if not cfg.tie_word_embeddings:
             words = table(cfg.padded_vocab_size, cfg.hidden_size, "vocab", "tokens")
             head = replace(words, role="head", hf=("lm_head.weight",))
@@ -108,6 +118,14 @@ class VocabularyHead:
             **more,
         )
 
+    @jax.named_scope("head")
+    def label_scores(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """fp32 [B, S, num_labels] of the last layer's output x [B, S/tp, D]; equal over tp."""
+        return ctx.parallel.gather_seq(self._scores(self.normed(x)))
+
+    def _scores(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("...d,ld->...l", x, self.score[...], preferred_element_type=jnp.float32)
+
     def head_table(self) -> jax.Array:
         """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""
         weight = self.embedding if self.cfg.tie_word_embeddings else self.head
@@ -126,8 +144,11 @@ class VocabularyHead:
     def logits(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
         """[..., D] -> fp32 [..., vocab_size], for evaluation and generation.
 
-        Each tp device makes its part of the vocabulary; all get all of it.
+        Each tp device makes its part of the vocabulary; all get all of it. With `num_labels` they
+        are [..., num_labels].
         """
+        if self.cfg.num_labels:
+            return self._scores(x)
         w = self.head_table()
         x = self.head_input(x)
         z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)

@@ -1,0 +1,92 @@
+"""The rules about `preference` and `reward`: a part of the table of rules (`validate.py`)."""
+
+from collections.abc import Iterator
+
+from mjax.config.rules.rule import rule, rules_of
+from mjax.config.schema.run import Config
+
+ANSWER_OBJECTIVES = "preference", "reward"
+
+
+@rule("give one weight a loss, or null for weights of 1")
+def losses_have_weights(c: Config) -> Iterator[str]:
+    preference = c.preference
+    names, weights = preference.loss_type, preference.loss_weights
+    names = [names] if isinstance(names, str) else names
+    if not names or len(set(names)) < len(names):
+        yield "`preference.loss_type` needs at least one loss, each named once"
+    if weights is not None and len(weights) != len(names):
+        yield "`preference.loss_weights` does not have one entry for each of `preference.loss_type`"
+
+
+@rule("take pair losses alone, or kto, or apo_zero_unpaired")
+def losses_go_together(c: Config) -> Iterator[str]:
+    if c.train.objective != "preference":
+        return
+    if c.preference.is_unpaired and len(c.preference.losses) > 1:
+        yield "`preference.loss_type` mixes losses of single answers with others"
+    if set(c.preference.losses) == {"sft"}:
+        yield "`preference.loss_type` alone compares nothing (mjax sft trains on answers)"
+    if {"orpo", "sft"} <= set(c.preference.losses):
+        yield "`preference.loss_type`: orpo has a term of its own for chosen answers"
+
+
+@rule("set preference.label_smoothing above 0, to 1e-3 say")
+def exo_smooths(c: Config) -> Iterator[str]:
+    if "exo_pair" in c.preference.losses and c.preference.label_smoothing == 0:
+        yield "exo_pair compares with (1 - `preference.label_smoothing`, label_smoothing)"
+
+
+@rule("leave preference.reference_free, or the other key, at its default")
+def reference_is_used(c: Config) -> Iterator[str]:
+    preference = c.preference
+    if c.train.objective != "preference" or preference.needs_reference:
+        return
+    for key in ("reference", "precompute_ref_log_probs"):
+        if getattr(preference, key):
+            yield f"`preference.{key}`, but nothing reads a reference"
+    if preference.reference_free and preference.is_unpaired:
+        yield "`preference.reference_free` leaves kto nothing to compare with"
+
+
+@rule("precompute them on a mesh without pipeline: mesh.pp=1, with the same run.dir")
+def reference_has_no_pipeline(c: Config) -> Iterator[str]:
+    is_online = c.train.objective == "preference" and c.preference.needs_reference
+    if is_online and c.mesh.pp > 1 and not c.preference.precompute_ref_log_probs:
+        yield "`mesh.pp`: the reference of a step needs `preference.precompute_ref_log_probs`"
+
+
+@rule("set train.loss_divisor=tokens; preference.loss_divisor has pairs, sequences and tokens")
+def answers_have_a_divisor(c: Config) -> Iterator[str]:
+    if c.train.objective in ANSWER_OBJECTIVES and c.train.loss_divisor != "tokens":
+        yield "`train.loss_divisor` divides losses of tokens"
+
+
+@rule("set data.conversations.path to a file of them, data.mock=true for speed tests")
+def answers_are_conversations(c: Config) -> Iterator[str]:
+    has_data = c.data.conversations.path is not None or c.data.mock
+    if c.train.objective in ANSWER_OBJECTIVES and not has_data:
+        yield "`train.objective` reads records of answers"
+
+
+@rule("set data.document_mask=true")
+def answers_are_documents(c: Config) -> Iterator[str]:
+    if c.train.objective in ANSWER_OBJECTIVES and not c.data.document_mask:
+        yield "answers of a row would see each other: `data.document_mask`"
+
+
+@rule("set model.num_labels=1 with mjax reward, and to 0 with any other objective")
+def rewards_have_a_head(c: Config) -> Iterator[str]:
+    if (c.train.objective == "reward") != (
+        c.model.num_labels == 1
+    ) and ":" not in c.train.objective:
+        yield "`train.objective` and `model.num_labels` do not go together"
+
+
+@rule("set model.num_labels=0")
+def scores_are_of_decoders(c: Config) -> Iterator[str]:
+    if c.model.num_labels and c.model.architecture.name != "decoder":
+        yield f"`model.num_labels` is not built for the architecture {c.model.architecture.name}"
+
+
+PREFERENCE_RULES = rules_of(globals())

@@ -1,0 +1,1 @@
+"""Losses of preferences and rewards, and their objectives."""

@@ -1,0 +1,121 @@
+"""Roles: named sets of weights beside those that are trained, and what they give to a batch.
+
+A role is the policy, a reference, a teacher, a reward model or a critic. It has its own weights,
+frozen flag and dtype. Its trainer has the mesh and the programs: that of the policy, or one of its
+own. What a role computes is a field of the batch (`BatchField.is_computed`), and no gradient flows
+through a field. It comes from a forward pass of the same step (`RoleFields`, which the policy's
+trainer calls when it places a batch), or from files (`post/stored_scores.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from mjax.errors import UserError
+from mjax.interop.sources import source_of
+from mjax.objectives.fields import Batch
+from mjax.sharding.spec import trained_only
+from mjax.train.program_kind import ProgramKind
+from mjax.train.trainer import Trainer
+
+RoleName = Literal["policy", "reference", "teacher", "reward", "critic"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A named set of weights.
+
+    trainer: its mesh, programs and state.
+    held: parameters of its own as stored, a part of a tree like the trainer's. The rest are the
+        trainer's, live. None: all are.
+    frozen: whether no step changes it.
+    """
+
+    name: RoleName
+    trainer: Trainer
+    held: dict | None = None
+    frozen: bool = True
+
+    def weights(self) -> dict:
+        """The state that a program reads."""
+        live = self.trainer.weights()
+        if self.held is None:
+            return live
+        params = flatten_dict(live["params"]) | flatten_dict(self.held)
+        return live | {"params": unflatten_dict(params)}
+
+    def compute(self, kind: ProgramKind, placed: Batch) -> object:
+        """The result of a program on a placed batch, on the devices."""
+        return self.trainer.run_placed(kind, placed, self.weights())
+
+
+# Returns fields to add to a placed batch. It sees those of the functions before it.
+RoleField = Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True)
+class RoleFields:
+    """The fields that roles compute for each batch, one after the other."""
+
+    fields: tuple[RoleField, ...]
+
+    def __call__(self, placed: Batch) -> Batch:
+        found: Batch = {}
+        for field in self.fields:
+            found |= field(placed | found)
+        return found
+
+
+def reference_of(trainer: Trainer, folder: str | None) -> Role:
+    """The reference of a run: the weights in `folder`, or those that its training starts from.
+
+    Of the latter only parameters that are trained are held; the frozen ones are the policy's. With
+    adapters these are adapters, for which `adapters_off` needs none. They are in
+    precision.compute, but fp32 masters stay where FP8 rounds from them.
+    """
+    if folder is not None:
+        held = trainer.checkpoints.load_weights(source_of(folder))[0]
+    elif adapters_off(trainer):
+        return Role("reference", trainer)
+    else:
+        held = trained_only(_start_params(trainer), trainer.state_layout.placement.specs)
+    return Role("reference", trainer, _in_compute_dtype(trainer, held))
+
+
+def adapters_off(trainer: Trainer) -> bool:
+    """Whether training starts from the base, with adapters beside it that change nothing."""
+    lora = trainer.cfg.lora
+    return bool(lora.rank) and lora.init in ("zero", "gaussian") and not lora.trained
+
+
+def _start_params(trainer: Trainer) -> dict:
+    """The stored parameters that the run of a trainer started from."""
+    if trainer.state is None:
+        trainer.init()
+    if trainer.step_number == 0:
+        return trainer.weights()["params"]
+    checkpoints = trainer.checkpoints
+    return checkpoints.with_given_adapters(checkpoints.start_params()[0])
+
+
+def _in_compute_dtype(trainer: Trainer, params: dict) -> dict:
+    """A copy of stored parameters, which no step takes over, as the role reads them."""
+    precision, specs = trainer.cfg.precision, flatten_dict(trainer.state_layout.placement.specs)
+    keeps = precision.fp8 != "none"
+
+    def copied(path: tuple[str, ...], a: jax.Array) -> jax.Array:
+        is_rounded = not keeps and jnp.issubdtype(a.dtype, jnp.floating)
+        dtype = specs[path].dtype(precision.compute) if is_rounded else a.dtype
+        return jnp.array(a, dtype, copy=True)
+
+    return unflatten_dict({path: copied(path, a) for path, a in flatten_dict(params).items()})
+
+
+def require_no_pipeline(trainer: Trainer, what: str) -> None:
+    """Raise `UserError` for a role that would need a forward pass through a pipeline."""
+    if trainer.layout is not None:
+        raise UserError(f"{what} needs a mesh without pipeline; set mesh.pp=1")
