@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, token_sums
+from mjax.kernels.loss.divergence import Divergence, LogitSource, divergence_sums
 from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
 from mjax.models.base.context import Context, scaled
@@ -82,6 +83,27 @@ class VocabularyHead:
         flat = {name: field.reshape(-1) for name, field in fields.items()}
         more = {"function": function, "fields": flat}
         return self._of_tokens(token_sums, self.normed(x), (labels, mask), ctx, **more)
+
+    @jax.named_scope("head")
+    def head_divergence(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        teacher: LogitSource,
+        teacher_terms: Terms,
+        divergence: Divergence,
+    ) -> dict[str, jax.Array]:
+        """The sums of `divergence_sums` with this model as student; arguments as `head_loss`."""
+
+        def compute(x, w, labels, mask, *, bias, terms, parallel, chunk):
+            more = {"teacher_terms": teacher_terms, "parallel": parallel, "chunk": chunk}
+            student = LogitSource(x, w, bias)
+            given = student, teacher, labels, mask, divergence
+            return divergence_sums(*given, terms=terms, **more)
+
+        return self._of_tokens(compute, self.normed(x), (labels, mask), ctx)
 
     @jax.named_scope("head")
     def token_scores(

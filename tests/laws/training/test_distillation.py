@@ -1,0 +1,112 @@
+"""Laws: distillation is the formula on whole logits, on every mesh; equal models learn nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.checkpoint.base.source import array_source
+from mjax.checkpoint.weights import write_weights
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.interop.pretrained import from_pretrained
+from mjax.models import build, split
+from mjax.post.distillation.teacher import teacher_field, teacher_of
+from mjax.post.roles import RoleFields
+from mjax.prove import VOCAB, Cell, deviation, make_batch, make_trainer
+from mjax.train.step import GRADIENTS, LOSSES
+from tests.marks import quick
+
+LAYERS = "model.num_hidden_layers=2"
+TEACHER = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=3,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 5},
+    intermediate_size=40,
+    final_logit_softcapping=3.0,
+    lm_head_bias=True,
+    layer_pattern="window+mlp, full+mlp*2",
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder of a model with another width, another depth, a bias and a softcap."""
+    definition, params = split(build(TEACHER, nnx.Rngs(3)))
+    params = jax.tree.map(lambda a: 2.0 * a, params)
+    folder = tmp_path_factory.mktemp("teacher") / "teacher"
+    write_weights(folder, array_source(TEACHER, params), definition.specs)
+    return folder
+
+
+def student(teacher, cell: Cell, *keys: str, feature: str = "dense"):
+    given = ["train.objective=distill", f"distill.teacher={teacher}", "train.loss_chunk=12"]
+    trainer = make_trainer(feature, cell, LAYERS, *given, *keys)
+    trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    return trainer
+
+
+KEYS = ["distill.beta=0.3", "distill.temperature=1.5", "distill.label_weight=0.25"]
+MESHES = [
+    Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 2, rows=8),
+    Cell({"tp": 2}, 0, 2, rows=8),
+    Cell({"ep": 2, "tp": 2, "cp": 2}, 3, 1, rows=8),
+]
+
+
+@pytest.mark.parametrize("cell", quick(MESHES, 0), ids=str)
+def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
+    feature = "experts" if "ep" in cell.mesh else "dense"
+    found = student(teacher, cell, *KEYS, feature=feature)
+    batch = make_batch(8)
+    ours = jax.device_get(found.run_program(GRADIENTS, batch))
+    sums, counts = jax.device_get(found.run_program(LOSSES, batch))
+    one = make_trainer(feature, Cell(rows=8), LAYERS)
+    inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
+    log_p = jax.nn.log_softmax(from_pretrained(teacher).model(*inputs) / 1.5)
+    mask = batch["loss_mask"]
+
+    def loss(params):
+        logits = one.definition.bind(params)(*inputs)
+        q, p = jax.nn.softmax(logits / 1.5), jnp.exp(log_p)
+        m = 0.3 * p + 0.7 * q
+        terms = 0.3 * p * jnp.log(p / m) + 0.7 * q * jnp.log(q / m)
+        labels = batch["labels"][..., None]
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1)[..., 0]
+        return ((0.75 * 1.5**2 * terms.sum(-1) + 0.25 * nll) * mask).sum() / mask.sum()
+
+    if feature == "dense":  # experts add losses of their own
+        expected, gradients = jax.jit(jax.value_and_grad(loss))(one.params())
+        assert deviation((ours.losses["loss"], ours.gradients), (expected, gradients)) <= 1e-5
+        np.testing.assert_allclose(sums["loss"] / counts["loss"], expected, rtol=1e-5)
+    else:
+        alone = jax.device_get(
+            student(teacher, Cell(rows=8), *KEYS, feature=feature).run_program(GRADIENTS, batch)
+        )
+        assert deviation((ours.losses, ours.gradients), (alone.losses, alone.gradients)) <= 1e-5
+
+
+def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
+    one = make_trainer("dense", Cell(rows=8), LAYERS)
+    source = array_source(one.cfg.model, one.params())
+    write_weights(tmp_path / "same", source, one.definition.specs)
+    for beta in (0, 0.5, 1):
+        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), f"distill.beta={beta}")
+        found = trainer.run_program(GRADIENTS, make_batch(8))
+        assert abs(found.losses["divergence"]) < 1e-6 and found.norm < 1e-4
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(teacher):
+    with pytest.raises(UserError, match="distil between models of one tokenizer"):
+        make_trainer(
+            "dense",
+            Cell(rows=8),
+            f"distill.teacher={teacher}",
+            "train.objective=distill",
+            "model.vocab_size=320",
+        )
+    with pytest.raises(UserError, match="distill.teacher is not set"):
+        make_trainer("dense", Cell(rows=8), "train.objective=distill")
