@@ -15,6 +15,7 @@ import numpy as np
 from mjax.config.schema.run import Config, DataConfig
 from mjax.data.base.tokenizer import load_tokenizer, require_vocabulary, word_continuations
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
+from mjax.data.conversations.answer_rows import AnswerDataset
 from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.corpus.gpt import FieldArrays, GPTDataset
@@ -184,7 +185,10 @@ def _conversation_datasets(
 ) -> tuple[Dataset, Dataset | None]:
     """The conversations of a run, and held-out ones."""
     data, sizes = cfg.data, (num_train, num_valid)
-    make = partial(ConversationDataset, cfg=cfg, tokenizer=load_tokenizer(data.tokenizer))
+    given = {"cfg": cfg, "tokenizer": load_tokenizer(data.tokenizer)}
+    make = partial(ConversationDataset, **given)
+    if (kind := _dataset_kind(cfg)) != "tokens":
+        make = partial(AnswerDataset, kind=kind, reads_last=cfg.model.num_labels > 0, **given)
     train, valid = _blends(make, data.conversations.paths, data.valid_paths, data, sizes)
     return GlobalBatches(train, cfg), None if valid is None else GlobalBatches(valid, cfg)
 

@@ -61,6 +61,10 @@ def _shown_row(data: Dataset, index: int, tokenizer: Tokenizer, colored: bool) -
         ids = np.append(tokens[at[0]], labels[at])
         has_loss = np.append(False, mask[at] > 0)
         text, parts = Text(), np.split(ids, np.flatnonzero(np.diff(has_loss)) + 1)
+        if "answer_values" in batch:
+            values = batch["answer_values"][0, at]
+            said = ", ".join(f"{value:+g}" for value in values[values != 0]) or "of another prompt"
+            text.append(f"{said}: ", style="bold")
         for number, part in enumerate(parts):
             said = _text_of(part.tolist(), tokenizer)
             if number % 2 == 0:  # the first token of a document is not predicted
@@ -85,10 +89,7 @@ def _summary(rows: ConversationDataset, cfg: Config) -> Iterator[str]:
     yield f"{rows.path}: {used + left_out:,} records, {left_out:,} left out as broken"
     yield from (f"  {line}" for line in source.left_out)
     tokens = int(rows.lengths.sum())
-    trained = sum(
-        int(source[number][1][1 : length + 1].sum())
-        for number, length in zip(rows.numbers, rows.lengths, strict=True)
-    )
+    trained = rows.trained_tokens()
     yield (
         f"  conversations of this split: {len(rows.numbers):,}; {counts.cut:,} are cut to "
         f"data.seq_length={rows.seq_length}, {counts.dropped:,} dropped; {counts.lost:,} tokens "

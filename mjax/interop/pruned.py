@@ -18,8 +18,8 @@ from mjax.sharding.spec import ParamSpec
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept of a model: numbers in rising order.
+class KeptParts:
+    """The parts that are kept of a model: numbers in rising order.
 
     layers: of the layers. embed: of the entries of the residual stream.
     within: of the axes of a layer's branches, "mlp", "heads" and "kv_heads", by layer and axis.
@@ -35,7 +35,7 @@ class Kept:
 CUT = {"mlp": ("mlp",), "attention": ("heads", "kv_heads")}
 
 
-def pruned(source: Source, kept: Kept) -> Source:
+def pruned(source: Source, kept: KeptParts) -> Source:
     """The weights that are kept of a source. Raises `UserError` where no model has their shapes."""
     whole, cfg = source.cfg, pruned_config(source.cfg, kept)
     specs, old_specs = flat(definition_of(cfg).specs), flat(definition_of(whole).specs)
@@ -82,7 +82,7 @@ def pruned(source: Source, kept: Kept) -> Source:
     return replace(source, cfg=cfg, read=read, unread=dict)
 
 
-def pruned_config(whole: ModelConfig, kept: Kept) -> ModelConfig:
+def pruned_config(whole: ModelConfig, kept: KeptParts) -> ModelConfig:
     """The config of what is kept. Raises `UserError` for models of unequal layers."""
     if whole.layer_sizes:
         raise UserError("mjax prune is not built for model.layer_sizes, layers of unequal sizes")
@@ -107,7 +107,10 @@ def pruned_config(whole: ModelConfig, kept: Kept) -> ModelConfig:
 def _taken(source: Source, path: Path, entries: list[np.ndarray]) -> np.ndarray:
     """The part of a parameter with these entries of each axis, by one read around them."""
     if not all(map(len, entries)):
-        return np.zeros([len(e) for e in entries], np.float32)
-    around = tuple(slice(int(e[0]), int(e[-1]) + 1) for e in entries)
-    block = source.read(path, around)
-    return block[np.ix_(*(e - e[0] for e in entries))]
+        shape = [len(each) for each in entries]
+        return np.zeros(shape, np.float32)
+    firsts = [int(each[0]) for each in entries]
+    ends = [int(each[-1]) + 1 for each in entries]
+    block = source.read(path, tuple(map(slice, firsts, ends)))
+    within = [each - first for each, first in zip(entries, firsts, strict=True)]
+    return block[np.ix_(*within)]

@@ -32,7 +32,7 @@ from mjax.errors import UserError, program, run_cli
 from mjax.infer.trace import trace
 from mjax.infer.weights import usual_dtype
 from mjax.interop.pretrained import Pretrained, from_pretrained
-from mjax.interop.pruned import CUT, Kept, pruned
+from mjax.interop.pruned import CUT, KeptParts, pruned
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 
@@ -68,9 +68,9 @@ def main() -> int:
     tokenizer = args.tokenizer or tokenizer_of(args.ckpt)
     if tokenizer is None:
         raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
-    rows = _rows(load_tokenizer(tokenizer).encode(read_text(args.text)), args, source.cfg)
+    rows = _rows_of_text(load_tokenizer(tokenizer).encode(read_text(args.text)), args, source.cfg)
     model = from_pretrained(args.ckpt, dtype=usual_dtype())
-    kept = choose(importance(model, rows, args.batch_size), model.cfg, wanted)
+    kept = choose_parts(importance(model, rows, args.batch_size), model.cfg, wanted)
     found = pruned(source, kept)
     files = read_side_files(args.ckpt)
     extras = {name: content for name, content in files.items() if is_of_tokenizer(name)}
@@ -97,7 +97,7 @@ def sizes_in_words(cfg: ModelConfig) -> str:
 
 
 def importance(model: Pretrained, rows: np.ndarray, batch: int) -> Importance:
-    """What a decoder's parts contribute on rows of tokens int32 [B, S], `batch` rows at a time.
+    """The importance of a decoder's parts on rows of tokens int32 [B, S], `batch` rows at a time.
 
     Raises `UserError` for models that `trace` does not look into.
     """
@@ -113,12 +113,9 @@ def importance(model: Pretrained, rows: np.ndarray, batch: int) -> Importance:
         for number, kind in enumerate(cfg.layer_kinds):
             for matmul, axes in names[stack_of(kind)].items():
                 x = seen.get(f"inputs.{number}.{matmul}")
-                if x is None:
-                    continue
-                size = jnp.linalg.norm(x.astype(jnp.float32), axis=1).sum(0)  # over S; over rows
-                size = size.reshape(size.shape[0], -1) if "heads" in axes else size
-                key = (0, "embed") if axes == ("embed",) else (number, axes[0])
-                found[key] += jnp.linalg.norm(size, axis=1) if "heads" in axes else size
+                if x is not None:
+                    key = (0, "embed") if axes == ("embed",) else (number, axes[0])
+                    found[key] += _size_of_entries(x)
         return jnp.stack(change), dict(found)
 
     sums = None
@@ -136,6 +133,12 @@ def importance(model: Pretrained, rows: np.ndarray, batch: int) -> Importance:
     return Importance(layers, embed, named)
 
 
+def _size_of_entries(x: jax.Array) -> jax.Array:
+    """fp32 [N] of activations [B, S, N, ...]: the L2 norm over tokens and what follows N."""
+    squares = jnp.square(x.astype(jnp.float32)).sum((1, *range(3, x.ndim)))
+    return jnp.sqrt(squares).sum(0)
+
+
 def _cosine(x: jax.Array, y: jax.Array) -> jax.Array:
     """The mean over tokens of the cosine of x and y [B, S, D], summed over rows."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -147,29 +150,30 @@ def _axes_of_inputs(model: Pretrained) -> dict[str, dict[str, tuple[str, ...]]]:
     """The axes of what matmuls read, by stack and matmul, of those that importance is read from."""
     found = defaultdict(dict)
     for path, spec in flat(model.definition.specs).items():
-        axes = tuple(axis for axis in spec.axes if axis != "layers")[: spec.inputs]
-        if spec.matmul is not None and axes[0] in ("embed", *CUT.get(path[1], ())):
-            found[path[0]][spec.matmul] = axes
+        inputs = [axis for axis in spec.axes if axis != "layers"][: spec.inputs]
+        readable = "embed", *CUT.get(path[1], ())
+        if spec.matmul is not None and inputs[0] in readable:
+            found[path[0]][spec.matmul] = tuple(inputs)
     return found
 
 
-def choose(found: Importance, cfg: ModelConfig, wanted: dict[str, int]) -> Kept:
+def choose_parts(found: Importance, cfg: ModelConfig, wanted: dict[str, int]) -> KeptParts:
     """The most important parts of the wanted sizes, by the names of config keys."""
-    layers = _largest(found.layers, wanted["num_hidden_layers"])
+    layers = _most_important(found.layers, wanted["num_hidden_layers"])
     within = {}
     for (number, axis), sizes in found.within.items():
         key = "intermediate_size" if axis == "mlp" else "num_key_value_heads"
         if wanted[key] < len(sizes):
-            within[number, axis] = _largest(sizes, wanted[key])
+            within[number, axis] = _most_important(sizes, wanted[key])
         if axis == "kv_heads" and wanted[key] < len(sizes):
             group = cfg.attention.num_attention_heads // cfg.attention.num_key_value_heads
             heads = within[number, axis][:, None] * group + np.arange(group)
             within[number, "heads"] = heads.reshape(-1)
     within = {key: entries for key, entries in within.items() if key[0] in layers}
-    return Kept(layers, _largest(found.embed, wanted["hidden_size"]), within)
+    return KeptParts(layers, _most_important(found.embed, wanted["hidden_size"]), within)
 
 
-def _largest(sizes: np.ndarray, count: int) -> np.ndarray:
+def _most_important(sizes: np.ndarray, count: int) -> np.ndarray:
     """The places of the `count` largest, in rising order; of equal ones the first."""
     return np.sort(np.argsort(-sizes, kind="stable")[:count])
 
@@ -194,7 +198,7 @@ def _wanted(args: argparse.Namespace, cfg: ModelConfig) -> dict[str, int]:
     return found
 
 
-def _rows(ids: Sequence[int], args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray:
+def _rows_of_text(ids: Sequence[int], args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray:
     """The first rows of tokens of a text, int32 [rows, seq_length]."""
     length = min(args.seq_length, cfg.max_position_embeddings)
     rows = min(args.rows, len(ids) // max(length, 1))

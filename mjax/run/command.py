@@ -4,22 +4,28 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mjax.config.load import Defaults, add_config_arguments, config_from_args
 from mjax.config.schema.run import Config
 from mjax.errors import INTERRUPTED, LostProcess
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
+if TYPE_CHECKING:  # it imports jax
+    from mjax.run.batches import BatchSource
+
 
 def train_command(
     parser: argparse.ArgumentParser,
     defaults: Defaults | None = None,
     first: Callable[[Config, argparse.Namespace], int | None] = lambda cfg, args: None,
+    batch_source: "BatchSource | None" = None,
 ) -> int:
     """Parse `sys.argv`, then train, plan or supervise; returns the exit code.
 
     defaults: returns values for keys that are not given, as a tree.
     first: what the command does before; an exit code ends it there.
+    batch_source: makes the batches; None: those of the datasets that the config names.
     """
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
@@ -37,10 +43,12 @@ def train_command(
     plans = args.dry_run or args.on is not None or args.no_compile
     if args.restarts is not None and not plans and RESTART_NOTE not in os.environ:
         return supervise(cfg, args)
-    return _plan_or_train(cfg, args)
+    return _plan_or_train(cfg, args, batch_source)
 
 
-def _plan_or_train(cfg: Config, args: argparse.Namespace) -> int:
+def _plan_or_train(
+    cfg: Config, args: argparse.Namespace, batch_source: "BatchSource | None"
+) -> int:
     """Plan or train in this process."""
     # After the config: its mistakes should show at once.
     from mjax.sharding.mesh import start_processes
@@ -58,7 +66,8 @@ def _plan_or_train(cfg: Config, args: argparse.Namespace) -> int:
     from mjax.run.loop import train
 
     try:
-        dry_run(cfg) if args.dry_run else train(cfg)
+        more = {} if batch_source is None else {"batch_source": batch_source}
+        dry_run(cfg) if args.dry_run else train(cfg, **more)
     except (NonFiniteLoss, ReplicasDiffer) as e:
         print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)
         return 1

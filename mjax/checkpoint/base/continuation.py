@@ -38,7 +38,7 @@ CHANGES = {
         "rope.rope_scaling",
     ),
     "experts": ("layer_pattern",),
-    "heads": ("bert.mlm_head", "bert.num_labels"),
+    "heads": ("bert.mlm_head", "bert.num_labels", "num_labels"),
     "towers": ("layer_pattern", "num_hidden_layers"),
 }
 

@@ -392,8 +392,8 @@ class CheckpointConfig(Group):
     init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. context:
     max_position_embeddings and the rope_* keys (docs/train/checkpoints.md); experts: it has experts
-    where they have MLPs (docs/models/moe.md); heads: of model.bert (docs/models/encoders.md);
-    towers: it reads images or sounds (docs/models/multimodal.md).
+    where they have MLPs (docs/models/moe.md); heads: of model.bert (docs/models/encoders.md),
+    or model.num_labels; towers: it reads images or sounds (docs/models/multimodal.md).
     """
     init_audio: PathText | None = None
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""

@@ -129,7 +129,7 @@ class _Record(BaseModel):
 def parse_record(record: dict, where: str) -> Conversation:
     """The conversation of a record. Raises `UserError` for a broken one, naming its place."""
     try:
-        return _parsed(where, _without_nulls(record))
+        return _parsed(where, without_nulls(record))
     except ValueError as e:
         said = str(e)
         if isinstance(e, ValidationError):
@@ -138,11 +138,11 @@ def parse_record(record: dict, where: str) -> Conversation:
         raise UserError(f"{where}: {said}; mend the record or leave it out") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A value without the nulls that tables put where a row lacks a key of another one."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _parsed(where: str, record: dict) -> Conversation:

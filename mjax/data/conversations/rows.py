@@ -16,7 +16,7 @@ import numpy as np
 from mjax.config.schema.run import Config
 from mjax.data.base.best_fit import packed
 from mjax.data.base.tokenizer import Tokenizer, require_vocabulary
-from mjax.data.conversations.tokenized import tokenize_source
+from mjax.data.conversations.tokenized import TokenizedSource, tokenize_source
 from mjax.data.corpus.gpt import FieldArrays
 from mjax.data.sentences.labelled import drawn_part
 from mjax.errors import UserError
@@ -43,6 +43,8 @@ class ConversationDataset:
     conversations of a row from 1 on, and padding is 0. Raises `UserError`.
     """
 
+    documents = 1  # of a member
+
     def __init__(
         self,
         path: str | os.PathLike,
@@ -55,7 +57,7 @@ class ConversationDataset:
         require_vocabulary(tokenizer.vocab_size, cfg.model)
         self.path, self.seq_length, self.seed = f"{path}", cfg.data.seq_length, cfg.run.seed
         self.settings = cfg.data.conversations
-        self.source = tokenize_source(self.path, cfg, tokenizer)
+        self.source = self._read(cfg, tokenizer)
         count = len(self.source.names)
         numbers = drawn_part(count, split_fractions, split, self.path, "conversations")
         self.numbers, self.lengths, self.counts = self._fitting(np.array(numbers))
@@ -64,9 +66,12 @@ class ConversationDataset:
             longest_first = sorted(self.lengths.tolist(), reverse=True)
             self.ranks = packed([(n,) for n in longest_first], (self.seq_length,))
         self.size = len(self.ranks) if size is None else size
-        self.max_documents = 1 + max(map(len, self.ranks))  # and padding
+        self.max_documents = 1 + self.documents * max(map(len, self.ranks))  # and padding
         self.padded = self.settings.rows != "packed"
         self._epoch = lru_cache(maxsize=4)(self._epoch_order)
+
+    def _read(self, cfg: Config, tokenizer: Tokenizer) -> TokenizedSource:
+        return tokenize_source(self.path, cfg, tokenizer)
 
     def _fitting(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, LengthCounts]:
         """(the conversations that are used, their places in a row, what was lost)."""
@@ -140,6 +145,11 @@ class ConversationDataset:
             "segment_ids": segments,
             "positions": positions,
         }
+
+    def trained_tokens(self) -> int:
+        """The tokens with a loss in an epoch."""
+        pairs = zip(self.numbers, self.lengths, strict=True)
+        return sum(int(self.source[n][1][1 : length + 1].sum()) for n, length in pairs)
 
     def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """int64 [n, 2]: tokens of each row; attention's cost, the sum of squared lengths."""

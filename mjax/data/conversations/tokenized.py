@@ -18,7 +18,7 @@ from mjax.data.base.cache import cached_arrays
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.data.conversations.answers import AnswerTokenizer, TokenizedConversation
-from mjax.data.conversations.formats import parse_record
+from mjax.data.conversations.formats import Conversation, parse_record
 from mjax.data.conversations.records import attempt, read_records, source_files
 from mjax.errors import UserError, or_user_error
 
@@ -61,27 +61,47 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
     Raises `UserError` for a broken record or, where those are skipped, if nothing is left.
     """
     settings, files = cfg.data.conversations, source_files(path)
-    folder = Path(cfg.data.tokenizer)
-    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
-    answers = AnswerTokenizer(tokenizer, template, settings.answers == "last")
-    with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
-        states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    key = {
-        "files": states,
-        "tokenizer": tokenizer.digest,
-        "template": repr(template),
-        "answers": settings.answers,
-        "broken": settings.broken,
-    }
-    cache = cfg.data.cache_dir or Path(cfg.run.dir) / "conversations"
-    arrays, _ = cached_arrays(cache, key, ARRAYS, lambda: _made(path, files, settings, answers))
+    answers = answer_tokenizer(cfg, tokenizer)
+    key = key_of_source(path, files, cfg, answers) | {"answers": settings.answers}
+    arrays, _ = cached_arrays(
+        cache_of(cfg), key, ARRAYS, lambda: _made(path, files, settings, answers)
+    )
     texts = [json.loads(bytes(text)) for text in arrays[3:]]
     source = TokenizedSource(*arrays[:3], *texts)
-    if count := len(source.left_out):
-        some = ", ".join(source.left_out[:NAMED]) + (", .." if count > NAMED else "")
-        say = "data.conversations: %s: %d of %d records are left out: %s"
-        log.warning(say, path, count, count + len(source.names), some)
+    warn_of_left_out(path, source.names, source.left_out)
     return source
+
+
+def answer_tokenizer(cfg: Config, tokenizer: Tokenizer) -> AnswerTokenizer:
+    """The tokenizer of answers of a run, with the chat template beside `data.tokenizer`."""
+    folder = Path(cfg.data.tokenizer)
+    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    return AnswerTokenizer(tokenizer, template, cfg.data.conversations.answers == "last")
+
+
+def cache_of(cfg: Config) -> Path:
+    """The folder of the tokens of records."""
+    return Path(cfg.data.cache_dir or Path(cfg.run.dir) / "conversations")
+
+
+def key_of_source(path: str, files: list[str], cfg: Config, answers: AnswerTokenizer) -> dict:
+    """What determines the tokens of a source, as JSON data."""
+    with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
+        states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
+    return {
+        "files": states,
+        "tokenizer": answers.tokenizer.digest,
+        "template": repr(answers.template),
+        "broken": cfg.data.conversations.broken,
+    }
+
+
+def warn_of_left_out(path: str, names: list[str], left_out: list[str]) -> None:
+    """Log how many records are left out, and the first of them."""
+    if count := len(left_out):
+        some = ", ".join(left_out[:NAMED]) + (", .." if count > NAMED else "")
+        say = "data.conversations: %s: %d of %d records are left out: %s"
+        log.warning(say, path, count, count + len(names), some)
 
 
 def _made(
@@ -117,9 +137,17 @@ def _tokenized_records(
     records = read_records(files)
     while chunk := list(islice(records, AT_ONCE)):
         parsed = [attempt(parse_record, row, name) for name, row in chunk]
-        texts = [attempt(answers.render, conversation) for conversation in parsed]
-        whole = ["" if isinstance(text, UserError) else text.text for text in texts]
-        encode = answers.tokenizer.encode_with_places
-        placed = encode(whole) if encode else [None] * len(whole)
-        for (name, _), *given in zip(chunk, texts, parsed, placed, strict=True):
-            yield name, attempt(answers.tokenize, *given)
+        tokenized = tokenize_conversations(parsed, answers)
+        yield from zip([name for name, _ in chunk], tokenized, strict=True)
+
+
+def tokenize_conversations(
+    parsed: list[Conversation | UserError], answers: AnswerTokenizer
+) -> Iterator[TokenizedConversation | UserError]:
+    """Yield the tokens of each conversation, or why it has none."""
+    texts = [attempt(answers.render, conversation) for conversation in parsed]
+    whole = ["" if isinstance(text, UserError) else text.text for text in texts]
+    encode = answers.tokenizer.encode_with_places
+    placed = encode(whole) if encode else [None] * len(whole)
+    for given in zip(texts, parsed, placed, strict=True):
+        yield attempt(answers.tokenize, *given)

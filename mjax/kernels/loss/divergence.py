@@ -28,8 +28,8 @@ from mjax.kernels.loss.logits import (
 from mjax.kernels.loss.rows import Terms
 from mjax.sharding.collectives import Parallel
 
-_ELEMENTS = 2**27  # of a chunk's fp32 logits: some six arrays of this size are alive at a time
-_LEAST = 1e-7  # of the probability that is left beside stored ones
+_LOGITS_OF_BOTH = 2**27  # fp32 logits of a chunk; some six arrays of this size are alive
+_LEAST_REST = 1e-7  # of the probability that is left beside stored ones
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Divergence:
 
 
 class LogitSource(NamedTuple):
-    """What a model's logits of T tokens are made from: x [T, D], w [V/tp, D], bias [V/tp]."""
+    """The arrays that logits of T tokens are made from: x [T, D], w [V/tp, D], bias [V/tp]."""
 
     x: jax.Array
     w: jax.Array
@@ -85,24 +85,24 @@ def divergence_sums(
         replace(each, temperature=divergence.temperature) for each in (terms, teacher_terms)
     )
     how = _How(divergence, terms, teacher_terms, parallel, chunk)
-    return _sums(student, teacher, labels, mask, how)
+    return _divergences(student, teacher, labels, mask, how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(student, teacher, labels, mask, how):
+def _divergences(student, teacher, labels, mask, how):
     def body(totals, cut):
-        return jax.tree.map(jnp.add, totals, _chunk(*cut, student, teacher, how)[0]), None
+        return jax.tree.map(jnp.add, totals, _losses_of_chunk(*cut, student, teacher, how)[0]), None
 
-    return lax.scan(body, _zeros(student), _cut(student, teacher, labels, mask, how))[0]
+    return lax.scan(body, _no_totals(student), _cut(student, teacher, labels, mask, how))[0]
 
 
-def _sums_fwd(student, teacher, labels, mask, how):
+def _divergences_fwd(student, teacher, labels, mask, how):
     x, w, bias = student
     sums = wide(x)
 
     def body(carry, cut):
         totals, d_w, d_bias = carry
-        found, d_z = _chunk(*cut, student, teacher, how)
+        found, d_z = _losses_of_chunk(*cut, student, teacher, how)
         if bias is not None:
             d_bias = d_bias + d_z.sum(0)
         d_z = d_z.astype(x.dtype)
@@ -111,33 +111,33 @@ def _sums_fwd(student, teacher, labels, mask, how):
         return (totals, d_w, d_bias), jnp.einsum("tv,vd->td", d_z, w)
 
     d_bias = None if bias is None else jnp.zeros(bias.shape, sums)
-    start = _zeros(student), jnp.zeros(w.shape, sums), d_bias
+    start = _no_totals(student), jnp.zeros(w.shape, sums), d_bias
     chunks = _cut(student, teacher, labels, mask, how)
     (totals, d_w, d_bias), d_x = lax.scan(body, start, chunks)
     d_x = d_x.reshape(-1, x.shape[1])[: len(x)]
     return totals, LogitSource(d_x, d_w, d_bias)
 
 
-def _sums_bwd(how, saved, g):
+def _divergences_bwd(how, saved, g):
     # A sum is one value on all tp devices: its cotangents there add up.
     g = how.parallel.psum(g["loss"], "tp")
     return jax.tree.map(lambda a: (a * g).astype(saved.x.dtype), saved), None, None, None
 
 
-_sums.defvjp(_sums_fwd, _sums_bwd)
+_divergences.defvjp(_divergences_fwd, _divergences_bwd)
 
 
-def _zeros(student):
+def _no_totals(student):
     return dict.fromkeys(("loss", "divergence", "nll"), jnp.zeros((), wide(student.x)))
 
 
 def _cut(student, teacher, labels, mask, how):
     """Chunks of (student's x, teacher's x, labels, mask)."""
-    size = chunk_size(labels.size, student.w.shape[0], how.chunk, _ELEMENTS)
+    size = chunk_size(labels.size, student.w.shape[0], how.chunk, _LOGITS_OF_BOTH)
     return tuple(token_chunks(a, size) for a in (student.x, teacher.x, labels, mask))
 
 
-def _chunk(x, teacher_x, labels, mask, student, teacher, how):
+def _losses_of_chunk(x, teacher_x, labels, mask, student, teacher, how):
     """(sums of a chunk by name, d loss / d student's logits [T, V/tp])."""
     divergence, parallel = how.divergence, how.parallel
     alpha, temperature = divergence.label_weight, divergence.temperature
@@ -193,7 +193,7 @@ def stored_divergence(log_q: jax.Array, log_p: jax.Array, beta: float = 0.0) -> 
     """
 
     def with_rest(log_k):
-        known = jnp.minimum(jnp.exp(log_k).sum(-1, keepdims=True), 1 - _LEAST)
+        known = jnp.minimum(jnp.exp(log_k).sum(-1, keepdims=True), 1 - _LEAST_REST)
         return jnp.concatenate([log_k, jnp.log1p(-known)], -1)
 
     log_q, log_p = with_rest(log_q), with_rest(log_p)

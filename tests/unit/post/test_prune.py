@@ -14,7 +14,7 @@ from mjax.checkpoint.weights import write_weights
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
-from mjax.interop.pruned import Kept, pruned
+from mjax.interop.pruned import KeptParts, pruned
 from mjax.models import build, split
 from mjax.post import prune
 from tests.marks import quick
@@ -122,7 +122,7 @@ def test_width_and_depth_of_other_layers(pattern):
     keys = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 3, "intermediate_size": 20}
     cfg = ModelConfig(**keys, layer_pattern=pattern, **OTHERS[pattern])
     _, params = split(build(cfg, nnx.Rngs(0)))
-    small = pruned(array_source(cfg, params), Kept(np.array([0, 2]), np.arange(4, 20), {}))
+    small = pruned(array_source(cfg, params), KeptParts(np.array([0, 2]), np.arange(4, 20), {}))
     _, wanted = split(build(small.cfg, nnx.Rngs(1)))
     for path, array in flat(wanted).items():
         part = small.read(path, tuple(slice(0, size) for size in array.shape))
@@ -132,6 +132,6 @@ def test_width_and_depth_of_other_layers(pattern):
 
 def test_layers_of_unequal_sizes_are_refused():
     _, params = with_dead_parts()
-    kept = Kept(np.arange(3), np.arange(24), {(0, "mlp"): np.arange(3)})
+    kept = KeptParts(np.arange(3), np.arange(24), {(0, "mlp"): np.arange(3)})
     with pytest.raises(UserError, match=r"would keep \(1, 20, 24\), .* wants \(1, 3, 24\)"):
         pruned(array_source(WHOLE, params), kept)

@@ -1,0 +1,82 @@
+"""`mjax preference --config X [a.b=c ...]`: training on preferences (DPO and its kin, KTO, ORPO).
+
+It is `mjax train` with the objective `preference` and other defaults. The reference is a role
+(`roles.py`): each step computes its log-probabilities first, or they are read from files.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mjax.config.schema.run import Config
+from mjax.data.preview import print_rows
+from mjax.errors import UserError, program, run_cli
+from mjax.post.sft import sft_defaults
+from mjax.run.command import train_command
+
+if TYPE_CHECKING:  # they import jax
+    from mjax.run.batches import RunBatches
+    from mjax.train.trainer import Trainer
+
+LEARNING_RATE = 1e-6
+ABOUT = f"""
+Keys that are not set have the defaults of mjax sft, but for
+  train.objective           preference
+  schedule.lr               {LEARNING_RATE:g}, with lora.rank ten times that
+docs/train/preferences.md has the losses, the data and the figures.
+"""
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=program("post.preference"),
+        description="Train on preferences: pairs of answers, or answers that are good or bad.",
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    about = "print so many rows as the run reads them, with the loss made visible, and exit"
+    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    return train_command(
+        parser,
+        defaults=preference_defaults,
+        first=before_training,
+        batch_source=_batches,
+    )
+
+
+def _batches(trainer: "Trainer", record: dict) -> "RunBatches":
+    from mjax.post.preference_batches import preference_batches  # imports jax
+
+    return preference_batches(trainer, record)
+
+
+def preference_defaults(tree: dict) -> dict:
+    """Values for the keys that `tree`, as yet unchecked, does not set."""
+    return answer_defaults(tree, "preference", LEARNING_RATE)
+
+
+def answer_defaults(tree: dict, objective: str, rate: float) -> dict:
+    """Those of `mjax sft`, but for the objective and the learning rate."""
+    found = sft_defaults(tree)
+    lora = tree.get("lora")
+    factor = 10 if isinstance(lora, dict) and lora.get("rank") else 1
+    found["schedule"]["lr"] = factor * rate
+    found["train"]["objective"] = objective
+    return found
+
+
+def before_training(cfg: Config, args: argparse.Namespace) -> int | None:
+    """Refuse other objectives, and preview; None goes on."""
+    if cfg.train.objective not in ("preference", "reward") and ":" not in cfg.train.objective:
+        raise UserError(
+            f"train.objective={cfg.train.objective} is not for answers that are compared; leave it "
+            "out, or run mjax train"
+        )
+    if args.preview is None:
+        return None
+    print_rows(cfg, args.preview)
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,43 @@
+"""The batches of a run on preferences, and the roles that add fields to them."""
+
+from functools import partial
+
+from mjax.objectives.fields import Batch
+from mjax.post.preferences.objective import Preference
+from mjax.post.role_programs import BASE_LOG_PROBS, LOG_PROBS, MISMATCHED
+from mjax.post.roles import Role, RoleFields, reference_of, require_no_pipeline
+from mjax.post.stored_scores import answer_datasets, attach_stored_scores
+from mjax.run.batches import DatasetStream, RunBatches, from_config
+from mjax.train.program_kind import ProgramKind
+from mjax.train.trainer import Trainer
+
+
+def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of `from_config`, with the reference that the objective asks for.
+
+    The reference gives "ref_log_probs", from files or for each batch, and the policy "kl" after it.
+    """
+    batches, fields = from_config(trainer, record), []
+    objective, settings = trainer.objective, trainer.cfg.preference
+    if not isinstance(objective, Preference):  # one of the user's own
+        return batches
+    if settings.needs_reference:
+        reference = reference_of(trainer, settings.reference)
+        kind = LOG_PROBS if reference.held is not None else BASE_LOG_PROBS
+        if settings.precompute_ref_log_probs:
+            for stream in filter(None, (batches.training, batches.held_out)):
+                assert isinstance(stream, DatasetStream)
+                attach_stored_scores(reference, kind, list(answer_datasets(stream.data)))
+        else:
+            require_no_pipeline(trainer, "the reference of a step")
+            fields.append(partial(_field, "ref_log_probs", reference, kind))
+    if objective.reads_kl:
+        require_no_pipeline(trainer, "preference.loss_type=kto")
+        fields.append(partial(_field, "kl", Role("policy", trainer, frozen=False), MISMATCHED))
+    trainer.role_fields = RoleFields(tuple(fields))
+    return batches
+
+
+def _field(name: str, role: Role, kind: ProgramKind, placed: Batch) -> Batch:
+    """A field that a program computes with the weights of a role."""
+    return {name: role.compute(kind, placed)}

@@ -1,0 +1,50 @@
+"""`mjax reward --config X [a.b=c ...]`: reward models, of pairs of answers or of steps.
+
+It is `mjax train` with the objective `reward` and other defaults. A causal language model gets a
+head of one score in place of its vocabulary's (`model.num_labels`).
+"""
+
+import argparse
+
+from mjax.errors import program, run_cli
+from mjax.post.preference import answer_defaults, before_training
+from mjax.run.command import train_command
+
+LEARNING_RATE = 1e-5
+ABOUT = f"""
+Keys that are not set have the defaults of mjax sft, but for
+  train.objective           reward
+  model.num_labels          1
+  checkpoint.init_changes   heads: the vocabulary's head is left out, the score's is drawn
+  lora.trained              score, with lora.rank
+  schedule.lr               {LEARNING_RATE:g}, with lora.rank ten times that
+docs/train/preferences.md has the losses, the data and the figures.
+"""
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=program("post.reward"),
+        description="Train a reward model on pairs of answers, or on steps of answers.",
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    about = "print so many rows as the run reads them, with the loss made visible, and exit"
+    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    return train_command(parser, defaults=reward_defaults, first=before_training)
+
+
+def reward_defaults(tree: dict) -> dict:
+    """Values for the keys that `tree`, as yet unchecked, does not set."""
+    found = answer_defaults(tree, "reward", LEARNING_RATE)
+    found.setdefault("model", {})["num_labels"] = 1
+    found["checkpoint"]["init_changes"] = ["heads"]
+    lora = tree.get("lora")
+    if isinstance(lora, dict) and lora.get("rank"):
+        found["lora"] = {"trained": ["score"]}
+    return found
+
+
+if __name__ == "__main__":
+    run_cli(main)
