@@ -107,10 +107,10 @@ def pruned_config(whole: ModelConfig, kept: KeptParts) -> ModelConfig:
 def _taken(source: Source, path: Path, entries: list[np.ndarray]) -> np.ndarray:
     """The part of a parameter with these entries of each axis, by one read around them."""
     if not all(map(len, entries)):
-        shape = [len(each) for each in entries]
-        return np.zeros(shape, np.float32)
+        return np.zeros(tuple(map(len, entries)), np.float32)
     firsts = [int(each[0]) for each in entries]
     ends = [int(each[-1]) + 1 for each in entries]
-    block = source.read(path, tuple(map(slice, firsts, ends)))
-    within = [each - first for each, first in zip(entries, firsts, strict=True)]
+    around = tuple(map(slice, firsts, ends))
+    block = source.read(path, around)
+    within = map(np.subtract, entries, firsts)
     return block[np.ix_(*within)]

@@ -162,7 +162,7 @@ _CLASSES = {
     "classify_images": "mjax.objectives.image_classes:ClassifyImages",
     "contrastive": "mjax.objectives.contrastive:Contrastive",
     "preference": "mjax.post.preferences.objective:Preference",
-    "distill": "mjax.post.distillation.objective:Distillation",
+    "distill": "mjax.post.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
 }
 

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _with_teacher(trainer: "Trainer", record: dict) -> "RunBatches":
-    from mjax.post.distillation.batches import distillation_batches  # imports jax
+    from mjax.post.teacher import distillation_batches  # imports jax
 
     return distillation_batches(trainer, record)
 

@@ -150,9 +150,10 @@ def _axes_of_inputs(model: Pretrained) -> dict[str, dict[str, tuple[str, ...]]]:
     """The axes of what matmuls read, by stack and matmul, of those that importance is read from."""
     found = defaultdict(dict)
     for path, spec in flat(model.definition.specs).items():
+        if spec.matmul is None:
+            continue
         inputs = [axis for axis in spec.axes if axis != "layers"][: spec.inputs]
-        readable = "embed", *CUT.get(path[1], ())
-        if spec.matmul is not None and inputs[0] in readable:
+        if inputs[0] in ("embed", *CUT.get(path[1], ())):
             found[path[0]][spec.matmul] = tuple(inputs)
     return found
 

@@ -18,6 +18,6 @@ class DistillConfig(Group):
     Jensen-Shannon divergence (arXiv 2306.13649).
     """
     temperature: float = Field(1.0, gt=0)
-    """Of both distributions; the divergence is multiplied by its square."""
+    """Temperature of both distributions; the divergence is multiplied by its square."""
     label_weight: float = Field(0.0, ge=0, lt=1)
     """Share of the cross-entropy of labels in the loss; the divergence has the rest."""

@@ -12,8 +12,8 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
-from mjax.post.distillation.teacher import teacher_field, teacher_of
 from mjax.post.roles import RoleFields
+from mjax.post.teacher import teacher_field, teacher_of
 from mjax.prove import VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from tests.marks import quick

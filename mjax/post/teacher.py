@@ -12,12 +12,23 @@ from mjax.config.schema.run import CheckpointConfig, Config
 from mjax.interop.sources import source_of
 from mjax.models.base.streams import decoder_of
 from mjax.objectives.fields import Batch
-from mjax.post.distillation.objective import BIAS, HEAD, HIDDEN, teacher_config
-from mjax.post.roles import Role, RoleField, in_compute_dtype, require_no_pipeline
+from mjax.post.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.teacher_divergence import BIAS, HEAD, HIDDEN, Distillation, teacher_config
+from mjax.run.batches import RunBatches, from_config
 from mjax.sharding.collectives import DATA_AXES
 from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, split_batch
 from mjax.train.trainer import Trainer
+
+
+def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of `from_config`, with fields that the teacher computes.
+
+    Raises `UserError` for a mesh with pipeline.
+    """
+    if isinstance(trainer.objective, Distillation):
+        trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    return from_config(trainer, record)
 
 
 def teacher_of(trainer: Trainer) -> Role:
@@ -57,7 +68,7 @@ def teacher_field(teacher: Role) -> RoleField:
 
 
 def placed_hidden_states(program: Program, state: State, batch: Batch) -> jax.Array:
-    """What the head multiplies, [b, S/cp, D], for each token of a batch, without dropout."""
+    """The activations that the head multiplies, [b, S/cp, D], of a batch, without dropout."""
     model = program.model.for_evaluation(program.evaluation)
     batch = model.with_derived_fields(batch)
     weights = model.load(state["params"], state.get("buffers", {}))

@@ -1,1 +1,0 @@
-"""Distillation: a student learns the distributions of a teacher."""
