@@ -8,6 +8,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.config.languages.paths import as_path
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, program, run_cli
 from mjax.post.sft import sft_defaults
@@ -35,6 +36,10 @@ def main() -> int:
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    about = "write the teacher's likeliest tokens of all samples for distill.stored, and exit"
+    parser.add_argument("--write", type=as_path, metavar="FOLDER", help=about)
+    about = "with --write: tokens of each place (default: 64)"
+    parser.add_argument("--top", type=int, default=64, metavar="K", help=about)
     first = _before_distilling
     return train_command(parser, defaults=distill_defaults, first=first, batch_source=_with_teacher)
 
@@ -58,13 +63,19 @@ def distill_defaults(tree: dict) -> dict:
     return found
 
 
-def _before_distilling(cfg: Config, args: argparse.Namespace) -> None:
-    """Refuse what is no distillation."""
-    if cfg.train.objective != "distill" or cfg.distill.teacher is None:
+def _before_distilling(cfg: Config, args: argparse.Namespace) -> int | None:
+    """Refuse what is no distillation, and write a teacher's tokens; None goes on."""
+    if cfg.train.objective != "distill":
         raise UserError(
-            "mjax distill trains a student on a teacher: set distill.teacher to a folder of its "
-            "weights, and leave train.objective out; mjax train takes no teacher"
+            f"train.objective={cfg.train.objective} has no teacher; leave it out, or run mjax train"
         )
+    if args.write is None:
+        return None
+    from mjax.post.teacher import write_teacher  # imports jax
+
+    count = write_teacher(cfg, args.write, args.top)
+    print(f"{args.write}: the {args.top} likeliest tokens of {count} samples")
+    return 0
 
 
 if __name__ == "__main__":

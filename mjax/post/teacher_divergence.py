@@ -7,22 +7,26 @@ teacher computes (`teacher.py`). The logits of both exist for a chunk of tokens 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
-from mjax.kernels.loss.divergence import Divergence, LogitSource
+from mjax.kernels.loss.divergence import Divergence, LogitSource, stored_divergence
 from mjax.kernels.loss.rows import Terms
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, Scalars
 from mjax.objectives.next_token import NextToken
+from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore
 
 HIDDEN, HEAD, BIAS = "teacher_hidden", "teacher_head", "teacher_bias"
 
@@ -49,7 +53,9 @@ class Distillation(NextToken):
         object.__setattr__(self, "fields", fields)
 
     @classmethod
-    def of(cls, cfg: Config) -> "Distillation":
+    def of(cls, cfg: Config) -> "Distillation | StoredDistillation":
+        if cfg.distill.stored is not None:
+            return StoredDistillation.of(cfg)
         teacher = teacher_config(cfg)
         return cls(cfg.distill, teacher, jnp.dtype(cfg.precision.compute).type)
 
@@ -81,11 +87,67 @@ class Distillation(NextToken):
         return {"loss": loss} | jax.lax.stop_gradient(found)
 
 
+@dataclass(frozen=True)
+class StoredDistillation(NextToken):
+    """The loss of `distill` from the likeliest tokens of a teacher; the rest is one more outcome.
+
+    The losses are named as those of `Distillation`, and "divergence" is at most as large.
+    """
+
+    settings: DistillConfig
+    top: int
+
+    fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
+        IDS: BatchField(np.int32, ("batch", "seq", "teacher_top")),
+        LOG_PROBS: BatchField(np.float32, ("batch", "seq", "teacher_top")),
+    }
+
+    @classmethod
+    def of(cls, cfg: Config) -> "StoredDistillation":
+        settings = cfg.distill
+        record = TeacherStore(Path(settings.stored)).record
+        ours = {"temperature": settings.temperature, "vocab_size": cfg.model.vocab_size}
+        for name, value in ours.items():
+            if record[name] != value:
+                raise UserError(
+                    f"distill.stored={settings.stored} was written with {name}={record[name]}, and "
+                    f"this run has {value}; take the same, or write it anew"
+                )
+        return cls(settings, record["top"])
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths of the axes that no other objective has."""
+        return {"teacher_top": self.top}
+
+    def counts(self, batch: Batch) -> Scalars:
+        count = super().counts(batch)["loss"]
+        return {"loss": count, "divergence": count, "nll": count}
+
+    def losses(
+        self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
+    ) -> Scalars:
+        settings, mask, x = self.settings, batch["loss_mask"], decoder_of(x)
+        alpha, temperature = settings.label_weight, settings.temperature
+        ids = jnp.concatenate([batch["labels"][..., None], batch[IDS]], -1)
+        log_q = edges.token_scores(x, ids, ctx.in_training(temperature=temperature)).log_p
+        divergence = stored_divergence(log_q[..., 1:], batch[LOG_PROBS], settings.beta)
+        divergence = jnp.sum(jnp.where(mask == 0, 0, divergence * mask))
+        nll = -jnp.sum(log_q[..., 0] * mask)
+        if temperature != 1:
+            nll = edges.head_loss(x, batch["labels"], mask, ctx)
+        loss = (1 - alpha) * temperature**2 * divergence + alpha * nll
+        figures = {"divergence": divergence, "nll": nll}
+        return {"loss": loss} | jax.lax.stop_gradient(figures)
+
+
 def teacher_config(cfg: Config) -> ModelConfig:
     """The config of the teacher. Raises `UserError` for one that the student cannot learn from."""
     folder = cfg.distill.teacher
     if folder is None:
-        raise UserError("distill.teacher is not set; give a folder of the teacher's weights")
+        raise UserError(
+            "distill.teacher is not set; give a folder of the teacher's weights, or distill.stored"
+        )
     teacher = source_of(folder).cfg
     if teacher.vocab_size != cfg.model.vocab_size:
         raise UserError(

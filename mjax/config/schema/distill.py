@@ -13,6 +13,10 @@ class DistillConfig(Group):
     """A folder of the teacher's weights, a run or org/name of the hub; its vocabulary is the
     student's.
     """
+    stored: PathText | None = None
+    """A folder of the teacher's likeliest tokens, which `mjax distill --write FOLDER` makes; the
+    teacher then need not be there.
+    """
     beta: float = Field(0.0, ge=0, le=1)
     """0: KL(teacher || student), 1: KL(student || teacher); between them the generalized
     Jensen-Shannon divergence (arXiv 2306.13649).

@@ -8,14 +8,17 @@ from flax import nnx
 
 from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.weights import write_weights
+from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
 from mjax.post.roles import RoleFields
-from mjax.post.teacher import teacher_field, teacher_of
-from mjax.prove import VOCAB, Cell, deviation, make_batch, make_trainer
+from mjax.post.stored_teacher import TeacherStore
+from mjax.post.teacher import distillation_batches, teacher_field, teacher_of, write_teacher
+from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
+from mjax.train.trainer import Trainer
 from tests.marks import quick
 
 LAYERS = "model.num_hidden_layers=2"
@@ -97,6 +100,44 @@ def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
         trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), f"distill.beta={beta}")
         found = trainer.run_program(GRADIENTS, make_batch(8))
         assert abs(found.losses["divergence"]) < 1e-6 and found.norm < 1e-4
+
+
+def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
+    """All of the vocabulary but one token stored is the divergence; a run reads its own samples."""
+    keys = [*SMALL, *FEATURES["dense"], LAYERS, "data.mock=true", "train.objective=distill"]
+    keys += ["train.global_batch_size=16", "train.micro_batch_size=2", "train.steps=2"]
+    keys += [f"distill.teacher={teacher}", "data.seq_length=16", "schedule.warmup_steps=1"]
+    cfg, store = load(None, keys), tmp_path / "store"
+    assert write_teacher(cfg, store, VOCAB - 1) == 32
+    kept = {path: path.stat().st_mtime_ns for path in store.glob("*.npz")}
+    assert len(kept) == 2 and write_teacher(cfg, store, VOCAB - 1) == 32
+    assert kept == {path: path.stat().st_mtime_ns for path in store.glob("*.npz")}
+    found = []
+    for more in (["mesh.dp=1"], [f"distill.stored={store}", "mesh.dp=2"]):
+        trainer = Trainer(load(None, [*keys, *more]), devices=jax.devices()[: len(more)])
+        trainer.init()
+        batches = distillation_batches(trainer, {})
+        losses = []
+        for batch in batches.training.batches(0, 2, trainer.local_rows):
+            losses.append(float(trainer.run_program(GRADIENTS, batch).losses["divergence"]))
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4)
+    stored = TeacherStore(store)
+    tokens = np.zeros((1, 16), np.int32)
+    with pytest.raises(UserError, match="sample 1 was written for other tokens"):
+        stored.read("train", range(1, 2), tokens)
+    with pytest.raises(UserError, match="sample 32 of train is not in it"):
+        stored.read("train", range(32, 33), tokens)
+    bytes_of = bytearray(stored.shard("train", 16).read_bytes())
+    bytes_of[len(bytes_of) // 2] ^= 1
+    stored.shard("train", 16).write_bytes(bytes_of)
+    with pytest.raises(UserError, match=r"0016.npz: cannot be read: .*; delete it"):
+        stored.read("train", range(17, 18), tokens)
+    with pytest.raises(UserError, match="was written by another teacher or setting"):
+        write_teacher(cfg, store, 3)
+    with pytest.raises(UserError, match="written with temperature=1.0, and this run has 2.0"):
+        load_objective = [*keys, "mesh.dp=1", f"distill.stored={store}", "distill.temperature=2.0"]
+        Trainer(load(None, load_objective), devices=jax.devices()[:1])
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(teacher):
