@@ -90,10 +90,7 @@ def divergence_sums(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _divergences(student, teacher, labels, mask, how):
-    def body(totals, cut):
-        return jax.tree.map(jnp.add, totals, _losses_of_chunk(*cut, student, teacher, how)[0]), None
-
-    return lax.scan(body, _no_totals(student), _cut(student, teacher, labels, mask, how))[0]
+    return _divergences_fwd(student, teacher, labels, mask, how)[0]  # XLA drops the gradients
 
 
 def _divergences_fwd(student, teacher, labels, mask, how):
@@ -112,7 +109,8 @@ def _divergences_fwd(student, teacher, labels, mask, how):
 
     d_bias = None if bias is None else jnp.zeros(bias.shape, sums)
     start = _no_totals(student), jnp.zeros(w.shape, sums), d_bias
-    chunks = _cut(student, teacher, labels, mask, how)
+    size = chunk_size(labels.size, w.shape[0], how.chunk, _LOGITS_OF_BOTH)
+    chunks = tuple(token_chunks(a, size) for a in (x, teacher.x, labels, mask))
     (totals, d_w, d_bias), d_x = lax.scan(body, start, chunks)
     d_x = d_x.reshape(-1, x.shape[1])[: len(x)]
     return totals, LogitSource(d_x, d_w, d_bias)
@@ -129,12 +127,6 @@ _divergences.defvjp(_divergences_fwd, _divergences_bwd)
 
 def _no_totals(student):
     return dict.fromkeys(("loss", "divergence", "nll"), jnp.zeros((), wide(student.x)))
-
-
-def _cut(student, teacher, labels, mask, how):
-    """Chunks of (student's x, teacher's x, labels, mask)."""
-    size = chunk_size(labels.size, student.w.shape[0], how.chunk, _LOGITS_OF_BOTH)
-    return tuple(token_chunks(a, size) for a in (student.x, teacher.x, labels, mask))
 
 
 def _losses_of_chunk(x, teacher_x, labels, mask, student, teacher, how):
@@ -165,15 +157,19 @@ def _divergence(z, teacher_z, real, beta, parallel):
         return parallel.psum(values.sum(-1), "tp")
 
     (log_q, q), (log_p, p) = log_softmax(z), log_softmax(teacher_z)
+    log_m, of_student, of_teacher = _mixture(log_q, log_p, beta)
+    from_mixture = total(q * (log_q - log_m))
+    found = of_student * from_mixture + of_teacher * total(p * (log_p - log_m))
     if beta == 0:
-        return total(p * (log_p - log_q)), q - p
-    if beta == 1:
-        reverse = total(q * (log_q - log_p))
-        return reverse, q * (log_q - log_p - reverse[:, None])
-    log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
-    of_student = total(q * (log_q - log_m))
-    found = beta * total(p * (log_p - log_m)) + (1 - beta) * of_student
-    return found, (1 - beta) * q * (log_q - log_m - of_student[:, None])
+        return found, q - p
+    return found, of_student * q * (log_q - log_m - from_mixture[:, None])
+
+
+def _mixture(log_q, log_p, beta):
+    """(log m, the factors of KL(q || m) and KL(p || m) in D); at the ends of beta m is p or q."""
+    if beta in (0, 1):
+        return (log_p if beta else log_q), beta, 1 - beta
+    return jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta)), 1 - beta, beta
 
 
 def _label_loss(z, labels, parallel):
@@ -197,10 +193,6 @@ def stored_divergence(log_q: jax.Array, log_p: jax.Array, beta: float = 0.0) -> 
         return jnp.concatenate([log_k, jnp.log1p(-known)], -1)
 
     log_q, log_p = with_rest(log_q), with_rest(log_p)
-    q, p = jnp.exp(log_q), jnp.exp(log_p)
-    if beta == 0:
-        return (p * (log_p - log_q)).sum(-1)
-    if beta == 1:
-        return (q * (log_q - log_p)).sum(-1)
-    log_m = jnp.logaddexp(log_p + jnp.log(beta), log_q + jnp.log1p(-beta))
-    return (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+    log_m, of_student, of_teacher = _mixture(log_q, log_p, beta)
+    student, teacher = jnp.exp(log_q) * (log_q - log_m), jnp.exp(log_p) * (log_p - log_m)
+    return (of_student * student + of_teacher * teacher).sum(-1)

@@ -115,7 +115,8 @@ def top_log_probs(
 ) -> TopLogProbs:
     """The `most` likeliest tokens of each place; arguments as for `token_scores`.
 
-    Of equal ones the first of the vocabulary. Equal on all tp devices; not differentiable.
+    Among equal ones it is the first of the vocabulary. Results are equal on all tp devices, and not
+    differentiable.
     """
     size = chunk_size(len(x), w.shape[0], chunk, _ELEMENTS)
 
