@@ -10,7 +10,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def with_stored_teacher(batches: RunBatches, store: TeacherStore) -> RunBatches:
         return None if stream is None else StoredStream(stream, store, part)
 
     training, held_out = stored(batches.training, "train"), stored(batches.held_out, "held_out")
-    return RunBatches(training, held_out, batches.record_at)
+    return replace(batches, training=training, held_out=held_out)
 
 
 def write_record(folder: Path, record: dict) -> TeacherStore:
