@@ -5,6 +5,7 @@ They see `mesh.dp` as a number once the device count is known.
 """
 
 from mjax.config.rules.data_rules import DATA_RULES
+from mjax.config.rules.distill_rules import DISTILL_RULES
 from mjax.config.rules.encoder_rules import ENCODER_RULES
 from mjax.config.rules.fim_rules import FIM_RULES
 from mjax.config.rules.mesh_rules import MESH_RULES, mesh_sizes
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *FIM_RULES,
     *TRAIN_RULES,
     *PREFERENCE_RULES,
+    *DISTILL_RULES,
     every_key_is_read,
 )
 

@@ -2,9 +2,13 @@
 
 `trace` runs the blocks one by one instead of scanning them, so each layer has its own names. It is
 an ordinary traceable function: jit it, differentiate it, put any JAX code in a hook. Invariant:
-without hooks its logits are those of the model. Names: `embedding`; of layer i `layers.i.attention`
-and `layers.i.mlp` (what the branch adds to the residual stream) and `layers.i` (the stream after
-it); `final_norm`. Patterns with `*` match several.
+without hooks its logits are those of the model. Names, of which a pattern with `*` matches several:
+
+- `embedding`, `final_norm`
+- `layers.i.attention`, `layers.i.mlp`: what the branch adds to the residual stream in layer i
+- `layers.i`: the stream after layer i
+- `inputs.i.NAME`: what the matmul of that name reads in layer i (`ParamSpec.matmul`; of several
+  that read the same, the first)
 """
 
 from collections.abc import Callable, Iterable
@@ -54,7 +58,7 @@ def trace(
     for i, kind in enumerate(model.kinds):
         definition, weights = stacks[stack_of(kind)]
         block = definition.bind(jax.tree.map(lambda w: w[rows[i]], weights))  # noqa: B023
-        here = replace(ctx, probe=Probe(see=lambda name, x: see(f"layers.{i}.{name}", x)))  # noqa: B023
+        here = replace(ctx, probe=Probe(see=lambda name, x: see(_of_layer(i, name), x)))  # noqa: B023
         x = block(x, info, here, kind=kind, rope=rope, layer=i).y
         x = see(f"layers.{i}", x)
     x = see("final_norm", model.normed(x))
@@ -62,6 +66,12 @@ def trace(
     if unknown:
         raise UserError(
             f"trace: nothing is called {unknown[0]!r}; names: embedding, layers.0 to "
-            f"layers.{len(model.kinds) - 1} (.attention, .mlp), final_norm"
+            f"layers.{len(model.kinds) - 1} (.attention, .mlp), inputs.0.up and others, final_norm"
         )
     return model.logits(x), kept
+
+
+def _of_layer(layer: int, name: str) -> str:
+    """The name of an activation of a layer, from that within a block."""
+    group, _, last = name.rpartition(".")
+    return f"{group or 'layers'}.{layer}.{last}"

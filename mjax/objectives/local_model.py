@@ -99,6 +99,11 @@ class LocalModel:
             placement=self.placement,
         )
 
+    def fields_of_all_rows(self, batch: Batch) -> Batch:
+        """The fields that are not of rows, which each micro-batch takes whole."""
+        fields = self.objective.fields.items()
+        return {name: batch[name] for name, field in fields if "batch" not in field.axes}
+
     def with_derived_fields(self, batch: Batch) -> Batch:
         """A batch with the fields that the objective derives on the devices."""
         if not isinstance(self.objective, FieldDeriver):

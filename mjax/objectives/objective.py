@@ -117,6 +117,16 @@ class DatasetReader(Protocol):
 
 
 @runtime_checkable
+class OwnAxes(Protocol):
+    """An objective whose fields have axes of their own.
+
+    lengths: of these axes.
+    """
+
+    lengths: Mapping[str, int]
+
+
+@runtime_checkable
 class PaddedRows(Protocol):
     """An objective whose rows hold one document each, and then padding."""
 
@@ -152,6 +162,7 @@ _CLASSES = {
     "classify_images": "mjax.objectives.image_classes:ClassifyImages",
     "contrastive": "mjax.objectives.contrastive:Contrastive",
     "preference": "mjax.post.preferences.objective:Preference",
+    "distill": "mjax.post.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
 }
 

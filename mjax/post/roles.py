@@ -41,6 +41,8 @@ class Role:
 
     def weights(self) -> dict:
         """The state that a program reads."""
+        if self.trainer.state is None:  # all are its own
+            return {"params": self.held, "step": jnp.int32(0)}
         live = self.trainer.weights()
         if self.held is None:
             return live
@@ -82,7 +84,7 @@ def reference_of(trainer: Trainer, folder: str | None) -> Role:
         return Role("reference", trainer)
     else:
         held = trained_only(_start_params(trainer), trainer.state_layout.placement.specs)
-    return Role("reference", trainer, _in_compute_dtype(trainer, held))
+    return Role("reference", trainer, in_compute_dtype(trainer, held))
 
 
 def _start_params(trainer: Trainer) -> dict:
@@ -95,7 +97,7 @@ def _start_params(trainer: Trainer) -> dict:
     return checkpoints.with_given_adapters(checkpoints.start_params()[0])
 
 
-def _in_compute_dtype(trainer: Trainer, params: dict) -> dict:
+def in_compute_dtype(trainer: Trainer, params: dict) -> dict:
     """A copy of stored parameters, which no step takes over, as the role reads them."""
     precision = trainer.cfg.precision
     specs = flatten_dict(trainer.state_layout.placement.specs)

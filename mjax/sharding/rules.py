@@ -41,6 +41,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "sounds": (),  # of a row
     "sound_tokens": ("cp",),
     "mels": (),  # of a sound's token
+    "teacher_top": (),  # of its likeliest tokens
+    "teacher_width": (),  # of a teacher's activations
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),

@@ -94,6 +94,11 @@ class BatchPlacer:
         """The fields that a batch is given with."""
         return given_fields(self.objective)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields of a placed batch."""
+        return tuple(placed_fields(self.objective))
+
     def place(self, batch: HostBatch) -> Batch:
         """This process's rows, numpy [B, ...] fields -> global arrays, rows and columns added.
 
@@ -111,6 +116,8 @@ class BatchPlacer:
         arrays = {}
         for name, field in self.fields.items():
             if self.is_left_to_roles(name, batch):  # a role's field takes this one's place
+                if not {"batch", "seq"}.issuperset(field.axes):
+                    continue  # no program of this trainer reads the batch before
                 given = np.full([lengths_of[axis] for axis in field.axes], field.pad)
             else:
                 given = batch[name]

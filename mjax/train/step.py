@@ -11,6 +11,7 @@ it was.
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -219,13 +220,14 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     batch, denominators = with_divisor(program, batch, denominators)
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
-    micro_batches = split_batch(batch, execution.micro_batches)
+    whole = model.fields_of_all_rows(batch)
+    micro_batches = split_batch(batch, execution.micro_batches, whole)
     weights = model.load(state["params"], state.get("buffers", {}), tokens)
     trained, frozen = split_frozen(weights, placement)
 
     def share(trained: dict, micro_batch: Batch) -> tuple[jax.Array, Scalars]:
         weights = join_frozen(trained, frozen)
-        losses, statistics = model.losses(weights, micro_batch, key)
+        losses, statistics = model.losses(weights, micro_batch | whole, key)
         shares = denominators.shares(losses, statistics)
         return denominators.differentiated(shares), shares
 
@@ -277,12 +279,14 @@ def evaluation_sums(
     """
     batch = model.with_derived_fields(batch)
     weights = model.load(state["params"], state.get("buffers", {}))
-    micro_batches = split_batch(batch, program.evaluation.micro_batches)
+    whole = model.fields_of_all_rows(batch)
+    micro_batches = split_batch(batch, program.evaluation.micro_batches, whole)
     denominators = global_denominators(model, batch)
     zeros = denominators.zeros(), nothing
 
     def add(totals: tuple, micro_batch: Batch) -> tuple[tuple, None]:
-        return jax.tree.map(jnp.add, totals, model.losses(weights, micro_batch, None)), None
+        losses = model.losses(weights, micro_batch | whole, None)
+        return jax.tree.map(jnp.add, totals, losses), None
 
     if program.layout is not None:
         sums = pipeline_losses(model, program.layout, weights, micro_batches, *zeros)
@@ -328,8 +332,11 @@ def with_divisor(
     return batch, replace(denominators, counts=counts)
 
 
-def split_batch(batch: Batch, micro_batches: int) -> Batch:
-    """Local rows [b, ...] -> [micro_batches, b / micro_batches, ...]; columns repeat."""
+def split_batch(batch: Batch, micro_batches: int, whole: Collection[str] = ()) -> Batch:
+    """Local rows [b, ...] -> [micro_batches, b / micro_batches, ...]; columns repeat.
+
+    Fields named in `whole` are left out.
+    """
 
     columns = {"columns", *FURTHER_COLUMNS.values()}
 
@@ -339,7 +346,7 @@ def split_batch(batch: Batch, micro_batches: int) -> Batch:
             return jnp.broadcast_to(field, shape)
         return field.reshape(micro_batches, -1, *field.shape[1:])
 
-    return {name: split(name, field) for name, field in batch.items()}
+    return {name: split(name, field) for name, field in batch.items() if name not in whole}
 
 
 # ---- the programs of this file ------------------------------------------------------------------

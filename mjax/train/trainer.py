@@ -24,7 +24,7 @@ from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
-from mjax.objectives.objective import objective_of
+from mjax.objectives.objective import OwnAxes, objective_of
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -90,7 +90,10 @@ class Trainer:
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
-        sizes = int(cfg.train.micro_batch_size), cfg.model.vocab_size, further_lengths(cfg)
+        lengths = further_lengths(cfg)
+        if isinstance(self.objective, OwnAxes):
+            lengths |= self.objective.lengths
+        sizes = int(cfg.train.micro_batch_size), cfg.model.vocab_size, lengths
         types = cfg.model.bert.type_vocab_size
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows

@@ -246,6 +246,7 @@ NEEDS = (
         "loss_divisor reference_free reference precompute_ref_log_probs",
         "preference",
     ),
+    _objective("distill: teacher stored beta temperature label_weight", "distill"),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
@@ -283,8 +284,9 @@ NEEDS = (
     _value("data.masked: short_probability max_ngram whole_words", _MASKED, True),
     _objective("data.masked.mean_span", "span_corruption"),
     _value("data.masked.mean_span", _MASKED, False),
+    _objective("train: label_smoothing z_loss", "next_token", "masked_lm", "span_corruption"),
     _objective(
-        "train: label_smoothing z_loss loss_chunk", "next_token", "masked_lm", "span_corruption"
+        "train: loss_chunk", "next_token", "masked_lm", "span_corruption", "preference", "distill"
     ),
     _objective("train.loss_divisor", "next_token", "masked_lm"),
     _objective("train.neftune_alpha", "next_token"),

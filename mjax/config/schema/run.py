@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
+from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.log import LogConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
@@ -303,7 +304,8 @@ class TrainConfig(Group):
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
     span_corruption, classify_images, contrastive (docs/models/multimodal.md), preference, reward
-    (docs/train/preferences.md), or module.path:Name of a class like those of `objectives/`.
+    (docs/train/preferences.md), distill (docs/train/distillation.md), or module.path:Name of a
+    class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -487,6 +489,7 @@ class Config(Group):
     lora: LoraConfig = LoraConfig()
     preference: PreferenceConfig = PreferenceConfig()
     reward: RewardConfig = RewardConfig()
+    distill: DistillConfig = DistillConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()

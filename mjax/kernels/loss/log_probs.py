@@ -6,13 +6,20 @@ pairs, of groups of samples) start from here; `cross_entropy.py` is for losses o
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.loss.cross_entropy import chunk_size, token_chunks
-from mjax.kernels.loss.logits import gradient_of_scores, logits_of_chunk, score_labels, wide
+from mjax.kernels.loss.logits import (
+    exponentials,
+    gradient_of_scores,
+    logits_of_chunk,
+    score_labels,
+    wide,
+)
 from mjax.kernels.loss.rows import Terms
 from mjax.kernels.loss.token_functions import TokenScores
 from mjax.sharding.collectives import Parallel
@@ -34,9 +41,10 @@ def token_scores(
 ) -> TokenScores:
     """The log-probability of each label, fp32 [T], and with `entropy` each token's entropy.
 
-    x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, `bias` [V/tp] or None;
-    `chunk` tokens at a time (None: by memory). `terms`: only softcap and temperature. Results are
-    equal on all tp devices, and differentiable by x, w and bias, as often as they are used.
+    x [T, D] whole along tp, w [V/tp, D], `bias` [V/tp] or None. labels int32 [T] < vocab_size, or
+    [T, K]: K labels of each token, whose log-probabilities are [T, K]. `chunk` tokens at a time
+    (None: by memory). `terms`: only softcap and temperature. Results are equal on all tp devices,
+    and differentiable by x, w and bias, as often as they are used.
     """
     found = _scores(x, w, bias, labels, terms, parallel, chunk, entropy)
     return TokenScores(*found)
@@ -55,7 +63,7 @@ def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
         return None, score_labels(z, real, cut[1], parallel, entropy=entropy)
 
     _, found = lax.scan(body, None, (token_chunks(x, size), token_chunks(labels, size)))
-    scores, log_z = jax.tree.map(lambda a: a.reshape(-1)[: len(x)], found)
+    scores, log_z = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(x)], found)
     return scores, (x, w, bias, labels, log_z, scores.entropy)
 
 
@@ -86,6 +94,44 @@ def _scores_bwd(terms, parallel, chunk, entropy, saved, slopes):
 
 
 _scores.defvjp(_scores_fwd, _scores_bwd)
+
+
+class TopLogProbs(NamedTuple):
+    """The likeliest tokens, int32 [T, K], and their log-probabilities, fp32 [T, K], in order."""
+
+    ids: jax.Array
+    log_p: jax.Array
+
+
+def top_log_probs(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    most: int,
+    terms: Terms,
+    parallel: Parallel,
+    chunk: int | None = None,
+    bias: jax.Array | None = None,
+) -> TopLogProbs:
+    """The `most` likeliest tokens of each place; arguments as for `token_scores`.
+
+    Among equal ones it is the first of the vocabulary. Results are equal on all tp devices, and not
+    differentiable.
+    """
+    size = chunk_size(len(x), w.shape[0], chunk, _ELEMENTS)
+
+    def body(_, x):
+        z, _, _ = logits_of_chunk(x, w, bias, terms, parallel)
+        top, _, total = exponentials(z, parallel)
+        best, ids = lax.top_k(z, min(most, w.shape[0]))
+        ids = ids + parallel.index("tp") * w.shape[0]
+        best, ids = (parallel.all_gather(a, "tp", 1) for a in (best, ids))
+        best, places = lax.top_k(best, most)
+        log_p = best - (top + jnp.log(total))[:, None]
+        return None, TopLogProbs(jnp.take_along_axis(ids, places, 1), log_p)
+
+    _, found = lax.scan(body, None, token_chunks(lax.stop_gradient(x), size))
+    return jax.tree.map(lambda a: a.reshape(-1, most)[: len(x)], found)
 
 
 def sequence_sums(

@@ -64,11 +64,15 @@ def local_rows(labels: jax.Array, rows: int, parallel: Parallel) -> jax.Array:
 def logits_of_labels(
     z: jax.Array, labels: jax.Array, parallel: Parallel
 ) -> tuple[jax.Array, jax.Array]:
-    """(the logit of each label [T], its place among this device's rows of the vocabulary)."""
+    """(the logit of each label, its place among this device's rows of the vocabulary).
+
+    Labels are [T] or, K of each token, [T, K], and so are the results.
+    """
     rows = z.shape[1]
     place = local_rows(labels, rows, parallel)
     here = (place >= 0) & (place < rows)
-    target = jnp.take_along_axis(z, jnp.clip(place, 0, rows - 1)[:, None], 1)[:, 0]
+    each = jnp.clip(place, 0, rows - 1).reshape(len(z), -1)
+    target = jnp.take_along_axis(z, each, 1).reshape(labels.shape)
     return parallel.psum(jnp.where(here, target, 0.0), "tp"), place
 
 
@@ -80,13 +84,14 @@ def score_labels(
     *,
     entropy: bool,
 ) -> tuple[TokenScores, jax.Array]:
-    """(the scores of labels int32 [T], the logarithm of each token's normalizer [T])."""
+    """(the scores of labels int32 [T] or [T, K], the logarithm of each token's normalizer [T])."""
     top, weights, total = exponentials(z, parallel)
     log_z = top + jnp.log(total)
-    log_p = logits_of_labels(z, labels, parallel)[0] - log_z
+    targets = logits_of_labels(z, labels, parallel)[0]
+    log_p = targets - (log_z if labels.ndim == 1 else log_z[:, None])
     if not entropy:
         return TokenScores(log_p), log_z
-    mean = parallel.psum((weights * _finite(z, real)).sum(-1), "tp") / total
+    mean = parallel.psum((weights * finite_logits(z, real)).sum(-1), "tp") / total
     return TokenScores(log_p, log_z - mean), log_z
 
 
@@ -105,14 +110,19 @@ def gradient_of_scores(
     """
     probabilities = jnp.exp(z - log_z[:, None])
     place = local_rows(labels, z.shape[1], parallel)
-    hit = jnp.arange(z.shape[1])[None, :] == place[:, None]
-    d_z = (hit - probabilities) * slopes.log_p[:, None]
+    if labels.ndim == 1:
+        hit = jnp.arange(z.shape[1])[None, :] == place[:, None]
+        d_z = (hit - probabilities) * slopes.log_p[:, None]
+    else:
+        place = jnp.where(place < 0, z.shape[1], place)  # a negative index would count from the end
+        d_z = -probabilities * slopes.log_p.sum(1, keepdims=True)
+        d_z = d_z.at[jnp.arange(len(z))[:, None], place].add(slopes.log_p, mode="drop")
     if slopes.entropy is None:
         return d_z
-    apart = _finite(z, real) - (log_z - entropy)[:, None]
+    apart = finite_logits(z, real) - (log_z - entropy)[:, None]
     return d_z - probabilities * apart * slopes.entropy[:, None]
 
 
-def _finite(z: jax.Array, real: jax.Array | None) -> jax.Array:
+def finite_logits(z: jax.Array, real: jax.Array | None) -> jax.Array:
     """Logits with 0 at padding."""
     return z if real is None else jnp.where(real, z, 0.0)

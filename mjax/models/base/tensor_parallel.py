@@ -24,6 +24,7 @@ def column(
 
     A caller that names what it makes of the outputs has them not `named`.
     """
+    x = ctx.tap(f"inputs.{weights[0].name}", x)
     if _in_pieces(x.shape[1], weights, ctx):
         outputs = gather_matmul(_products_of_pieces, x, weights, ctx.parallel)
     else:
@@ -43,6 +44,7 @@ def local_product(x: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
 
 def row(h: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
     """h [B, S, ...] and a weight [..., D] -> [B, S/tp, D], summed over tp."""
+    h = ctx.tap(f"inputs.{weight.name}", h)
     if _in_pieces(h.shape[1] // ctx.parallel.tp, (weight,), ctx):
         (y,) = matmul_scatter(_products_of_pieces, h, (weight,), ctx.parallel)
     else:

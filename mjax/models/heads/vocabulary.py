@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, token_sums
-from mjax.kernels.loss.log_probs import token_scores
+from mjax.kernels.loss.divergence import Divergence, LogitSource, divergence_sums
+from mjax.kernels.loss.log_probs import TopLogProbs, token_scores, top_log_probs
 from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
 from mjax.models.base.context import Context, scaled
 from mjax.models.base.params import declare, declare_bias, normal, table
@@ -84,12 +85,40 @@ class VocabularyHead:
         return self._of_tokens(token_sums, self.normed(x), (labels, mask), ctx, **more)
 
     @jax.named_scope("head")
+    def head_divergence(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        teacher: LogitSource,
+        teacher_terms: Terms,
+        divergence: Divergence,
+    ) -> dict[str, jax.Array]:
+        """The sums of `divergence_sums` with this model as student; arguments as `head_loss`."""
+
+        def compute(x, w, labels, mask, *, bias, terms, parallel, chunk):
+            more = {"teacher_terms": teacher_terms, "parallel": parallel, "chunk": chunk}
+            student = LogitSource(x, w, bias)
+            given = student, teacher, labels, mask, divergence
+            return divergence_sums(*given, terms=terms, **more)
+
+        return self._of_tokens(compute, self.normed(x), (labels, mask), ctx)
+
+    @jax.named_scope("head")
+    def top_log_probs(self, x: jax.Array, most: int, ctx: Context) -> TopLogProbs:
+        """The `most` likeliest tokens and their log-probabilities, [B, S, most]; x is normed."""
+        found = self._of_tokens(top_log_probs, x, (), ctx, most=most)
+        return jax.tree.map(lambda a: a.reshape(len(x), -1, most), found)
+
+    @jax.named_scope("head")
     def token_scores(
         self, x: jax.Array, labels: jax.Array, ctx: Context, *, entropy: bool = False
     ) -> TokenScores:
         """The log-probability of each label, fp32 [B, S], and with `entropy` each token's entropy.
 
-        x and labels as in `head_loss`. Results are equal on all tp devices, and differentiable.
+        x and labels as in `head_loss`; or labels [B, S, K], K of each token, without entropy.
+        Results are equal on all tp devices, and differentiable.
         """
         found = self._of_tokens(token_scores, self.normed(x), (labels,), ctx, entropy=entropy)
         return jax.tree.map(lambda scores: scores.reshape(labels.shape), found)
@@ -110,7 +139,7 @@ class VocabularyHead:
         return compute(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
-            *(values.reshape(-1) for values in per_token),
+            *(values.reshape(-1, *values.shape[2:]) for values in per_token),
             bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,

@@ -1,0 +1,82 @@
+"""`mjax distill --config X distill.teacher=FOLDER`: train a student on a teacher's distributions.
+
+It is `mjax train` with the objective `distill` and other defaults. The teacher is a role
+(`roles.py`) on the mesh of the student: each step computes its activations first.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.config.languages.paths import as_path
+from mjax.config.schema.run import Config
+from mjax.errors import UserError, program, run_cli
+from mjax.post.sft import sft_defaults
+from mjax.run.command import train_command
+
+if TYPE_CHECKING:  # they import jax
+    from mjax.run.batches import RunBatches
+    from mjax.train.trainer import Trainer
+
+LEARNING_RATE = 1e-4
+ABOUT = f"""
+Keys that are not set have the defaults of mjax sft, but for
+  train.objective           distill
+  schedule.lr               {LEARNING_RATE:g}
+  data.tokenizer            without checkpoint.init_from the teacher's
+docs/train/distillation.md has the loss; mjax prune makes a student of a teacher.
+"""
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=program("post.distill"),
+        description="Train a student on the distributions of a teacher.",
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    about = "write the teacher's likeliest tokens of all samples for distill.stored, and exit"
+    parser.add_argument("--write", type=as_path, metavar="FOLDER", help=about)
+    about = "with --write: tokens of each place (default: 64)"
+    parser.add_argument("--top", type=int, default=64, metavar="K", help=about)
+    first = _before_distilling
+    return train_command(parser, defaults=distill_defaults, first=first, batch_source=_with_teacher)
+
+
+def _with_teacher(trainer: "Trainer", record: dict) -> "RunBatches":
+    from mjax.post.teacher import distillation_batches  # imports jax
+
+    return distillation_batches(trainer, record)
+
+
+def distill_defaults(tree: dict) -> dict:
+    """Values for the keys that `tree`, as yet unchecked, does not set."""
+    found = sft_defaults(tree)
+    found["schedule"]["lr"] = LEARNING_RATE
+    found["train"]["objective"] = "distill"
+    keys = tree.get("distill")
+    teacher = keys.get("teacher") if isinstance(keys, dict) else None
+    if "data" not in found and isinstance(teacher, str):
+        tokenizer = tokenizer_of(teacher)
+        found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
+    return found
+
+
+def _before_distilling(cfg: Config, args: argparse.Namespace) -> int | None:
+    """Refuse what is no distillation, and write a teacher's tokens; None goes on."""
+    if cfg.train.objective != "distill":
+        raise UserError(
+            f"train.objective={cfg.train.objective} has no teacher; leave it out, or run mjax train"
+        )
+    if args.write is None:
+        return None
+    from mjax.post.teacher import write_teacher  # imports jax
+
+    count = write_teacher(cfg, args.write, args.top)
+    print(f"{args.write}: the {args.top} likeliest tokens of {count} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,199 @@
+"""The teacher of a distillation: a role with a trainer of its own, on the mesh of the student.
+
+Its programs leave activations where the student's batch has its tokens, so they are fields of it.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mjax.config.schema.distill import DistillConfig
+from mjax.config.schema.lora import LoraConfig
+from mjax.config.schema.run import CheckpointConfig, Config
+from mjax.errors import UserError
+from mjax.interop.sources import source_of
+from mjax.kernels.loss.log_probs import TopLogProbs
+from mjax.models.base.streams import decoder_of
+from mjax.models.decoder import Decoder
+from mjax.objectives.fields import Batch, HostBatch
+from mjax.optim.schedule import final_step
+from mjax.post.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore, with_stored_teacher, write_record
+from mjax.post.teacher_divergence import (
+    BIAS,
+    HEAD,
+    HIDDEN,
+    Distillation,
+    StoredDistillation,
+    teacher_config,
+)
+from mjax.run.batches import RunBatches, from_config
+from mjax.sharding.collectives import DATA_AXES
+from mjax.train.program_kind import ProgramKind
+from mjax.train.step import Program, State, split_batch
+from mjax.train.trainer import Trainer
+
+Tree = Any  # arrays, or a tuple of them
+
+
+def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of `from_config`, with fields that the teacher computes.
+
+    Raises `UserError` for a mesh with pipeline.
+    """
+    batches = from_config(trainer, record)
+    if isinstance(trainer.objective, Distillation):
+        trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    elif isinstance(trainer.objective, StoredDistillation):
+        store = TeacherStore(Path(trainer.cfg.distill.stored))
+        return with_stored_teacher(batches, store)
+    return batches
+
+
+def write_teacher(cfg: Config, folder: Path, most: int) -> int:
+    """Write the teacher's `most` likeliest tokens for all samples that a run reads; their number.
+
+    Shards that are there already stay. Raises `UserError` for a folder of another teacher.
+    """
+    trainer = Trainer(cfg)
+    trainer.init()
+    if not 1 <= most < cfg.model.vocab_size:
+        raise UserError(f"--top {most}: give 1 to {cfg.model.vocab_size - 1}")
+    settings = cfg.distill
+    record = {"top": most, "temperature": settings.temperature, "teacher": settings.teacher}
+    store = write_record(folder, record | {"vocab_size": cfg.model.vocab_size})
+    teacher, batches = teacher_of(trainer), from_config(trainer, {})
+    kind, written = top_log_probs_kind(most, settings.temperature), 0
+    steps = {"train": final_step(cfg), "held_out": cfg.train.eval_steps}
+    for part, stream in (("train", batches.training), ("held_out", batches.held_out)):
+        if stream is None:
+            continue
+        for number in range(steps[part]):
+            first, count = stream.range_of(number)
+            written += count
+            if not store.shard(part, first).exists():
+                (batch,) = stream.batches(number, 1, None)
+                store.write(part, first, batch["tokens"], _top_of(teacher, kind, batch))
+    return written
+
+
+def _top_of(teacher: Role, kind: ProgramKind, batch: HostBatch) -> HostBatch:
+    """The stored fields of a batch, columns in its order."""
+    placed = teacher.trainer.place(batch)
+    found = jax.device_get(teacher.compute(kind, placed))
+    order = np.argsort(np.asarray(placed["columns"]))
+    return {IDS: found.ids[:, order], LOG_PROBS: found.log_p[:, order]}
+
+
+def teacher_of(trainer: Trainer) -> Role:
+    """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
+    require_no_pipeline(trainer, "distillation")
+    cfg = trainer.cfg
+    own = Trainer(teacher_run(cfg), trainer.mesh)
+    params, _ = own.checkpoints.load_weights(source_of(cfg.distill.teacher))
+    return Role("teacher", own, in_compute_dtype(own, params))
+
+
+def teacher_run(cfg: Config) -> Config:
+    """The config whose programs are the teacher's."""
+    changes = {
+        "model": teacher_config(cfg),
+        "train": cfg.train.model_copy(update={"objective": "next_token", "freeze": []}),
+        "precision": cfg.precision.model_copy(update={"fp8": "none"}),
+        "distill": DistillConfig(),
+        "lora": LoraConfig(),
+        "checkpoint": CheckpointConfig(),
+    }
+    return cfg.model_copy(update=changes)
+
+
+def teacher_field(teacher: Role) -> RoleField:
+    """The fields that the teacher adds to a batch of the student; its head is computed once."""
+    fields = teacher.trainer.placer.names
+    whole = {}
+
+    def compute(placed: Batch) -> Batch:
+        batch = {name: placed[name] for name in fields}
+        if not whole:
+            whole.update(teacher.compute(HEADS, batch))
+        return {HIDDEN: teacher.compute(HIDDEN_STATES, batch)} | whole
+
+    return compute
+
+
+def of_each_token(
+    program: Program, state: State, batch: Batch, read: Callable[[Decoder, jax.Array], Tree]
+) -> Tree:
+    """Arrays [b, S/cp, ...] of a batch, read from activations after the final norm, [b', S/tp, D].
+
+    Without dropout, a micro-batch at a time.
+    """
+    model = program.model.for_evaluation(program.evaluation)
+    batch = model.with_derived_fields(batch)
+    weights = model.load(state["params"], state.get("buffers", {}))
+    edges = model.edges(weights)
+
+    def of_micro_batch(micro_batch: Batch) -> Tree:
+        tokens = model.tokens(micro_batch, None)
+        x = model.embed(weights, micro_batch, tokens)
+        x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
+        return read(edges, edges.normed(decoder_of(x)))
+
+    found = jax.lax.map(of_micro_batch, split_batch(batch, program.evaluation.micro_batches))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
+
+
+def placed_hidden_states(program: Program, state: State, batch: Batch) -> jax.Array:
+    """The activations that the head multiplies, [b, S/cp, D]."""
+
+    def read(edges: Decoder, x: jax.Array) -> jax.Array:
+        return program.parallel.gather_seq(edges.head_input(x))
+
+    return of_each_token(program, state, batch, read)
+
+
+def placed_top_log_probs(
+    program: Program, state: State, batch: Batch, most: int, temperature: float
+) -> TopLogProbs:
+    """The `most` likeliest next tokens of each token, [b, S/cp, most]."""
+    ctx = program.model.ctx.in_training(temperature=temperature)
+
+    def read(edges: Decoder, x: jax.Array) -> TopLogProbs:
+        return edges.top_log_probs(x, most, ctx)
+
+    return of_each_token(program, state, batch, read)
+
+
+@functools.cache
+def top_log_probs_kind(most: int, temperature: float) -> ProgramKind:
+    """The program of `placed_top_log_probs`."""
+    return ProgramKind(
+        functools.partial(placed_top_log_probs, most=most, temperature=temperature),
+        inputs=lambda on: (on.weights, on.batch),
+        outputs=lambda on: P(DATA_AXES, "cp"),
+    )
+
+
+def heads(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
+    """The table of the head [V/tp, D], and its bias [V/tp] if it has one."""
+    model = program.model.for_evaluation(program.evaluation)
+    edges = model.edges(model.load(state["params"], state.get("buffers", {})))
+    found = {HEAD: edges.head_table(), BIAS: edges.head_bias()}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+HIDDEN_STATES = ProgramKind(
+    placed_hidden_states,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: P(DATA_AXES, "cp"),
+)
+HEADS = ProgramKind(
+    heads,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: P("tp"),
+)

@@ -1,0 +1,153 @@
+"""Laws: distillation is the formula on whole logits, on every mesh; equal models learn nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.checkpoint.base.source import array_source
+from mjax.checkpoint.weights import write_weights
+from mjax.config import load
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.interop.pretrained import from_pretrained
+from mjax.models import build, split
+from mjax.post.roles import RoleFields
+from mjax.post.stored_teacher import TeacherStore
+from mjax.post.teacher import distillation_batches, teacher_field, teacher_of, write_teacher
+from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
+from mjax.train.step import GRADIENTS, LOSSES
+from mjax.train.trainer import Trainer
+from tests.marks import quick
+
+LAYERS = "model.num_hidden_layers=2"
+TEACHER = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=3,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 5},
+    intermediate_size=40,
+    final_logit_softcapping=3.0,
+    lm_head_bias=True,
+    layer_pattern="window+mlp, full+mlp*2",
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder of a model with another width, another depth, a bias and a softcap."""
+    definition, params = split(build(TEACHER, nnx.Rngs(3)))
+    params = jax.tree.map(lambda a: 2.0 * a, params)
+    folder = tmp_path_factory.mktemp("teacher") / "teacher"
+    write_weights(folder, array_source(TEACHER, params), definition.specs)
+    return folder
+
+
+def student(teacher, cell: Cell, *keys: str, feature: str = "dense"):
+    given = ["train.objective=distill", f"distill.teacher={teacher}", "train.loss_chunk=12"]
+    trainer = make_trainer(feature, cell, LAYERS, *given, *keys)
+    trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    return trainer
+
+
+KEYS = ["distill.beta=0.3", "distill.temperature=1.5", "distill.label_weight=0.25"]
+MESHES = [
+    Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 2, rows=8),
+    Cell({"tp": 2}, 0, 2, rows=8),
+    Cell({"ep": 2, "tp": 2, "cp": 2}, 3, 1, rows=8),
+]
+
+
+@pytest.mark.parametrize("cell", quick(MESHES, 0), ids=str)
+def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
+    feature = "experts" if "ep" in cell.mesh else "dense"
+    found = student(teacher, cell, *KEYS, feature=feature)
+    batch = make_batch(8)
+    ours = jax.device_get(found.run_program(GRADIENTS, batch))
+    sums, counts = jax.device_get(found.run_program(LOSSES, batch))
+    one = make_trainer(feature, Cell(rows=8), LAYERS)
+    inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
+    log_p = jax.nn.log_softmax(from_pretrained(teacher).model(*inputs) / 1.5)
+    mask = batch["loss_mask"]
+
+    def loss(params):
+        logits = one.definition.bind(params)(*inputs)
+        q, p = jax.nn.softmax(logits / 1.5), jnp.exp(log_p)
+        m = 0.3 * p + 0.7 * q
+        terms = 0.3 * p * jnp.log(p / m) + 0.7 * q * jnp.log(q / m)
+        labels = batch["labels"][..., None]
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1)[..., 0]
+        return ((0.75 * 1.5**2 * terms.sum(-1) + 0.25 * nll) * mask).sum() / mask.sum()
+
+    if feature == "dense":  # experts add losses of their own
+        expected, gradients = jax.jit(jax.value_and_grad(loss))(one.params())
+        assert deviation((ours.losses["loss"], ours.gradients), (expected, gradients)) <= 1e-5
+        np.testing.assert_allclose(sums["loss"] / counts["loss"], expected, rtol=1e-5)
+    else:
+        alone = jax.device_get(
+            student(teacher, Cell(rows=8), *KEYS, feature=feature).run_program(GRADIENTS, batch)
+        )
+        assert deviation((ours.losses, ours.gradients), (alone.losses, alone.gradients)) <= 1e-5
+
+
+def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
+    one = make_trainer("dense", Cell(rows=8), LAYERS)
+    source = array_source(one.cfg.model, one.params())
+    write_weights(tmp_path / "same", source, one.definition.specs)
+    for beta in (0, 0.5, 1):
+        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), f"distill.beta={beta}")
+        found = trainer.run_program(GRADIENTS, make_batch(8))
+        assert abs(found.losses["divergence"]) < 1e-6 and found.norm < 1e-4
+
+
+def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
+    """All of the vocabulary but one token stored is the divergence; a run reads its own samples."""
+    keys = [*SMALL, *FEATURES["dense"], LAYERS, "data.mock=true", "train.objective=distill"]
+    keys += ["train.global_batch_size=16", "train.micro_batch_size=2", "train.steps=2"]
+    keys += [f"distill.teacher={teacher}", "data.seq_length=16", "schedule.warmup_steps=1"]
+    cfg, store = load(None, keys), tmp_path / "store"
+    assert write_teacher(cfg, store, VOCAB - 1) == 32
+    kept = {path: path.stat().st_mtime_ns for path in store.glob("*.npz")}
+    assert len(kept) == 2 and write_teacher(cfg, store, VOCAB - 1) == 32
+    assert kept == {path: path.stat().st_mtime_ns for path in store.glob("*.npz")}
+    found = []
+    for more in (["mesh.dp=1"], [f"distill.stored={store}", "mesh.dp=2"]):
+        trainer = Trainer(load(None, [*keys, *more]), devices=jax.devices()[: len(more)])
+        trainer.init()
+        batches = distillation_batches(trainer, {})
+        losses = []
+        for batch in batches.training.batches(0, 2, trainer.local_rows):
+            losses.append(float(trainer.run_program(GRADIENTS, batch).losses["divergence"]))
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4)
+    stored = TeacherStore(store)
+    tokens = np.zeros((1, 16), np.int32)
+    with pytest.raises(UserError, match="sample 1 was written for other tokens"):
+        stored.read("train", range(1, 2), tokens)
+    with pytest.raises(UserError, match="sample 32 of train is not in it"):
+        stored.read("train", range(32, 33), tokens)
+    bytes_of = bytearray(stored.shard("train", 16).read_bytes())
+    bytes_of[len(bytes_of) // 2] ^= 1
+    stored.shard("train", 16).write_bytes(bytes_of)
+    with pytest.raises(UserError, match=r"0016.npz: cannot be read: .*; delete it"):
+        stored.read("train", range(17, 18), tokens)
+    with pytest.raises(UserError, match="was written by another teacher or setting"):
+        write_teacher(cfg, store, 3)
+    with pytest.raises(UserError, match="written with temperature=1.0, and this run has 2.0"):
+        load_objective = [*keys, "mesh.dp=1", f"distill.stored={store}", "distill.temperature=2.0"]
+        Trainer(load(None, load_objective), devices=jax.devices()[:1])
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(teacher):
+    with pytest.raises(UserError, match="distil between models of one tokenizer"):
+        make_trainer(
+            "dense",
+            Cell(rows=8),
+            f"distill.teacher={teacher}",
+            "train.objective=distill",
+            "model.vocab_size=320",
+        )
+    with pytest.raises(UserError, match="distill.teacher is not set"):
+        make_trainer("dense", Cell(rows=8), "train.objective=distill")
