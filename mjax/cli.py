@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "export": Command("a model as programs that run without mjax", "mjax.export.__main__"),
     "report": Command("one HTML page on runs", "mjax.report.__main__"),
     "bench": Command("measure speed on this machine", "mjax.bench.__main__"),
+    "docs": Command("these pages in a browser, offline", "mjax.docs"),
     "prove": Command("compare every feature on every mesh", "mjax.prove.__main__"),
 }
 ABOUT = {name: c.about for name, c in COMMANDS.items() if isinstance(c, Command)}

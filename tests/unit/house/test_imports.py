@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[3] / "mjax"
 ROOMS = (
     "errors json_file files config sharding kernels models objectives pipeline optim plan data "
     "checkpoint interop infer train run post generate export serve chat evaluate convert report "
-    "bench prove cli"
+    "bench prove docs cli"
 ).split()
 FACES = ("__init__", "__main__")
 MOST_FILES = 16
