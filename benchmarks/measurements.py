@@ -199,7 +199,7 @@ def _cells(line: dict, mark: str) -> dict[str, str]:
         "MFU": number("mfu", ".1%"),
         "GB": number("gb", ".4g"),
         "ms": number("ms", ",.5g"),
-        "besides": line.get("other", ""),
+        "also": line.get("other", ""),
         "best public": public,
         "measured": f"{line['date']}{commit}{mark}",
     }
@@ -223,7 +223,7 @@ def headline_table(lines: Sequence[dict]) -> list[str]:
         if "best_public" in line:
             public = f"[{line['best_public']}]({line['best_public_link']})"
         anchor = re.sub(r"[^\w\- ]", "", headline.what.lower()).replace(" ", "-")
-        measured = f"[{line['date']}, {line['commit']}](../benchmarks/README.md#{anchor})"
+        measured = f"[{line['date']}](../benchmarks/README.md#{anchor})"
         rows.append(f"| {headline.what} | {figure} | {public} | {measured} |")
     return rows
 

@@ -48,6 +48,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "report": Command("one HTML page on runs", "mjax.report.__main__"),
     "doctor": Command("what this machine can do, what is wrong with it", "mjax.doctor.__main__"),
     "bench": Command("measure speed on this machine", "mjax.bench.__main__"),
+    "docs": Command("these pages in a browser, offline", "mjax.docs"),
     "prove": Command("compare every feature on every mesh", "mjax.prove.__main__"),
 }
 ABOUT = {name: c.about for name, c in COMMANDS.items() if isinstance(c, Command)}

@@ -48,5 +48,5 @@ def own_configs() -> dict[str, Path]:
 
 def configs_folder() -> Path:
     """Within the package where it is installed, beside it in a checkout."""
-    inside = PACKAGE / "configs"
+    inside = PACKAGE / "_site" / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"

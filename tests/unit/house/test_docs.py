@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
 
 ROOT = DOCS.parent
 PAGES = [*DOCS.rglob("*.md"), *(ROOT / "mjax").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
-PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "cookbook").rglob("*.md")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -183,7 +184,31 @@ def test_every_page_is_reached_from_the_readme():
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
             if "://" not in link:
                 pending.append(page.parent / link)
-    assert {page.resolve() for page in DOCS.rglob("*.md")} <= reached
+    pages = [*DOCS.rglob("*.md"), *(ROOT / "cookbook").rglob("*.md")]
+    assert {page.resolve() for page in pages} <= reached
+
+
+def test_the_readme_is_at_most_100_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def require_tests(named: Iterable[tuple[str, str]]) -> None:
+    """Each (file below tests/, function) exists."""
+    for file, function in named:
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in source, (file, function)
+
+
+def test_every_published_bug_has_a_report_and_a_test_that_exists():
+    text = (DOCS / "develop/published-bugs.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "reported" not in row]
+    assert len(rows) > 20
+    for row in rows:
+        _, _, reports, ours, _ = re.split(r" ?\| ?", row)
+        assert re.findall(r"\]\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+\)", reports)
+        named = re.findall(r"`(\S+\.py)::(test_\w+)`", ours)
+        assert named, row
+        require_tests(named)
 
 
 def test_every_row_of_what_can_happen_names_a_test_that_exists():
@@ -194,9 +219,7 @@ def test_every_row_of_what_can_happen_names_a_test_that_exists():
     assert not [row for row, match in named.items() if match is None]
     found = [*named.values(), *re.finditer(r"`(\S+\.py)::(test_\w+)`", text)]
     assert len(rows) > 50
-    for match in found:
-        source = (DOCS.parent / "tests" / match[1]).read_text(encoding="utf-8")
-        assert f"def {match[2]}(" in source, match[0]
+    require_tests((match[1], match[2]) for match in found)
 
 
 def test_every_room_has_a_short_readme_whose_files_exist():

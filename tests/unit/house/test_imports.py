@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[3] / "mjax"
 ROOMS = (
     "errors json_file files config sharding kernels models objectives pipeline optim plan data "
     "checkpoint interop infer doctor evaluate train run post generate export serve chat convert "
-    "report bench prove cli"
+    "report bench prove docs cli"
 ).split()
 FACES = ("__init__", "__main__")
 MOST_FILES = 16

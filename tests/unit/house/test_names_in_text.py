@@ -12,6 +12,7 @@ IMPORTS = re.compile(r"from (mjax(?:\.\w+)*) import \(?([\w, ]+)")
 
 def folders_of_text() -> list[Path]:
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("mjax/**/*.md")]
+    pages += ROOT.glob("cookbook/*.*")
     folders = ("mjax", "tests", "tools", "benchmarks")
     return pages + [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
 
