@@ -11,9 +11,8 @@ With `--drafts k` the engine guesses up to k tokens of each row and verifies the
 `accepted` is the mean number of right ones in a row with guesses, and `acceptance_rate` the part
 of guesses that were right. `--drafter ngram` guesses as the text repeats itself: with `--repeat p`
 each prompt repeats p random tokens, and a random model soon repeats itself after it. `--drafter
-mtp` takes the model's layers of multi-token prediction. Those of random weights guess right by
-chance alone, so such a record times the guesses; `acceptance_rate` means something with trained
-weights only.
+mtp` takes the model's layers of multi-token prediction. With random weights they are right by
+chance alone. So such a record times guesses, and its `acceptance_rate` says nothing.
 """
 
 import argparse
@@ -109,7 +108,8 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
     }
 
 
-_CASE = "requests prompt new rows chunk rate shared drafts drafter repeat cache_dtype weight_dtype".split()
+_CASE = "requests prompt new rows chunk rate shared drafts drafter repeat".split()
+_CASE += ["cache_dtype", "weight_dtype"]
 
 
 def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:

@@ -40,8 +40,8 @@ def take_apart(
 ) -> dict:
     """Parameters in `dtype` on the devices where they are, stacks [L, ...] as lists of L arrays.
 
-    `params` may have such lists already (`from_pretrained(apart=True)`). What has its dtype is not
-    copied, unless it is a layer of a stack. A layer's arrays are sharded as the stack is, less the
+    `params` may have such lists already (`from_pretrained(apart=True)`). An array of its dtype is
+    not copied, unless it is a stack. A layer's arrays are sharded as the stack is, less the
     axis of layers. `donate` frees what was copied: a layer of a list at once, a stack after its
     last layer. Otherwise `params` stay as they are. Matmul weights that a `form` takes are rounded
     to it.
