@@ -206,18 +206,24 @@ def ours(cfg: ModelConfig, rows: int, args: argparse.Namespace) -> DecodeRun:
 
 
 def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
-    """Parameters drawn one by one in `dtype`: normal, gains of norms 1."""
+    """Parameters drawn one by one in `dtype`, layers apart: normal, gains of norms 1."""
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
-        if spec.role == "norm":
-            return jnp.ones(spec.shape, dtype)
-        return cfg.initializer_range * jax.random.normal(key, spec.shape, dtype)
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: jax.Array, shape: tuple[int, ...], is_norm: bool) -> jax.Array:
+        if is_norm:
+            return jnp.ones(shape, dtype)
+        return cfg.initializer_range * jax.random.normal(key, shape, dtype)
+
+    def drawn(key: jax.Array, spec: ParamSpec) -> jax.Array | list[jax.Array]:
+        is_norm = spec.role == "norm"
+        if not spec.is_stacked:
+            return draw(key, spec.shape, is_norm)
+        layers = jax.random.split(key, spec.shape[0])
+        return [draw(own, spec.shape[1:], is_norm) for own in layers]
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [draw(key, spec) for key, spec in zip(keys, leaves, strict=True)]
-    return tree.unflatten(drawn)
+    return tree.unflatten(map(drawn, keys, leaves))
 
 
 def config_of_transformers(cfg: ModelConfig):

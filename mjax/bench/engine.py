@@ -8,8 +8,11 @@ percentile. `ms` is the median time of a step in which nothing else than decodin
 one short request come before all clocks.
 
 With `--drafts k` the engine guesses up to k tokens of each row and verifies them in one step;
-`accepted` is the mean number of right ones in a row with guesses. With `--repeat p` each prompt
-repeats p random tokens, and a random model soon repeats itself after it.
+`accepted` is the mean number of right ones in a row with guesses, and `acceptance_rate` the part
+of guesses that were right. `--drafter ngram` guesses as the text repeats itself: with `--repeat p`
+each prompt repeats p random tokens, and a random model soon repeats itself after it. `--drafter
+mtp` takes the model's layers of multi-token prediction. With random weights they are right by
+chance alone. So such a record times guesses, and its `acceptance_rate` says nothing.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, program
+from mjax.infer.checks import DRAFTERS
 from mjax.infer.engine import GREEDY, Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
@@ -40,6 +44,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
     parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
     parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
+    parser.add_argument("--drafter", choices=[*DRAFTERS], default="ngram", help="guesses (ngram)")
     parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
     parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
@@ -71,6 +76,7 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
         weight_dtype=args.weight_dtype,
         donate=True,
         drafts=args.drafts,
+        drafter=args.drafter,
     )
     made = time.perf_counter()
     programs = engine.warm_up([GREEDY])
@@ -102,7 +108,8 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
     }
 
 
-_CASE = "requests prompt new rows chunk rate shared drafts repeat cache_dtype weight_dtype".split()
+_CASE = "requests prompt new rows chunk rate shared drafts drafter repeat".split()
+_CASE += ["cache_dtype", "weight_dtype"]
 
 
 def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:
@@ -113,7 +120,7 @@ def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) 
     waiting = list(zip(arrivals, prompts.tolist(), strict=True))[::-1]
     came: dict[str, float] = {}
     ends: dict[str, list[float]] = {}
-    verified, accepted = engine.verified, engine.accepted
+    verified, guessed, accepted = engine.verified, engine.guessed, engine.accepted
     steps, began = [], time.perf_counter()
     while waiting or engine.has_work:
         while waiting and waiting[-1][0] <= time.perf_counter() - began:
@@ -139,6 +146,9 @@ def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) 
         "between_ms": _spread(between),
         "accepted": rounded(
             (engine.accepted - accepted) / max(engine.verified - verified, 1),
+        ),
+        "acceptance_rate": rounded(
+            (engine.accepted - accepted) / max(engine.guessed - guessed, 1),
         ),
     }
 

@@ -117,7 +117,8 @@ class Engine:
         self._drafts = drafts
         self._drafter: Any = DRAFTERS[drafter]() if isinstance(drafter, str) else drafter
         self.adapters = {name: slot for slot, name in enumerate(adapters, 1)}
-        self.verified = self.accepted = 0  # rows of steps with drafts, and drafts that were right
+        # Rows of steps with drafts, these drafts, and those that were right.
+        self.verified = self.guessed = self.accepted = 0
 
     def _empty_lanes(self, cache_prefixes: bool) -> list[Scheduler]:
         """The schedulers of all lanes, with pools of their own."""
@@ -326,7 +327,8 @@ class Engine:
                     text = self._push(result, place)
                     found.append(TokenUpdate(sample.request, sample, text))
             sample.guesses = result.guesses
-            self.verified += result.had_drafts
+            self.verified += result.drafts > 0
+            self.guessed += result.drafts
             self.accepted += len(result.kept) - 1
         return found
 

@@ -78,7 +78,7 @@ class LLM:
         option = f"tensor_parallel_size={tensor_parallel_size}"
         mesh = tensor_parallel_mesh(tensor_parallel_size, option)
         dtype = dtype or usual_dtype()
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype)
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=True)
         folders = [*(adapters or {}).values()]
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
         if self.slots is not None:

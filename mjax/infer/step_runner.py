@@ -48,7 +48,7 @@ Work = list[list[RowWork]]  # of each lane
 class Result(NamedTuple):
     """The tokens of a sample that a step drew: those at places `kept` of `drawn`.
 
-    version: of the weights. had_drafts: whether guesses were verified.
+    version: of the weights. drafts: number of guesses that were verified.
     guesses: of the model's own layers, of the tokens after these.
     """
 
@@ -56,7 +56,7 @@ class Result(NamedTuple):
     drawn: Drawn
     kept: range
     version: int
-    had_drafts: bool
+    drafts: int
     guesses: list[int]
 
 
@@ -304,9 +304,9 @@ class StepRunner:
                 read_scores(work, scores)
             for place, sample in samples.items():
                 kept = kept_places(drawn.token, drafts, place)
-                had_drafts = drafts is not None and drafts[place, 0] >= 0
+                count = 0 if drafts is None else int((drafts[place] >= 0).sum())
                 found = [] if guesses is None else guesses[place].tolist()
-                yield Result(sample, drawn, kept, version, had_drafts, found)
+                yield Result(sample, drawn, kept, version, count, found)
 
 
 def fitting_pages(

@@ -2,8 +2,8 @@
 
 A step of decoding reads every weight once and computes little, so memory bounds it. XLA copies the
 rows of a stack [L, ...] that matmuls read, which doubles the memory traffic. A separate array is
-read in place. Invariant: only one parameter is in conversion at a time, so a conversion takes the
-memory of the result and of one stack.
+read in place. Invariant: one parameter is in conversion at a time. So beside the result it takes
+the memory of one stack, and of one layer where parameters come in layers.
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
 from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.nf4.parameters import codes_of
-from mjax.models.runtime.stacks import split_rows
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import weight_partition
 from mjax.sharding.spec import ParamSpec, is_spec
@@ -40,27 +40,34 @@ def take_apart(
 ) -> dict:
     """Parameters in `dtype` on the devices where they are, stacks [L, ...] as lists of L arrays.
 
-    Parameters of no stack that have the dtype are not copied. A layer's arrays are sharded as the
-    stack is, less the axis of layers. `donate` frees each parameter once its copy is made;
-    otherwise `params` stay as they are. Matmul weights that a `form` takes are rounded to it.
+    `params` may have such lists already (`from_pretrained(apart=True)`). An array of its dtype is
+    not copied, unless it is a stack. A layer's arrays are sharded as the stack is, less the
+    axis of layers. `donate` frees what was copied: a layer of a list at once, a stack after its
+    last layer. Otherwise `params` stay as they are. Matmul weights that a `form` takes are rounded
+    to it.
     """
 
-    def convert(spec: ParamSpec, old: jax.Array) -> Parameter:
-        wanted, rounds = spec.dtype(dtype), form is not None and form.takes(spec)
-        if not (spec.is_stacked or rounds) and old.dtype == wanted:
-            return old
-        where = _of_layer(old.sharding) if spec.is_stacked else old.sharding
-        if rounds and isinstance(where, NamedSharding):
-            cuts = form.partition(where.spec, _layer_spec(spec))
+    def convert(spec: ParamSpec, given: jax.Array | list[jax.Array]) -> Parameter:
+        layer, wanted = _layer_spec(spec), spec.dtype(dtype)
+        rounding = form if form is not None and form.takes(spec) else None
+        is_stack = spec.is_stacked and not isinstance(given, list)
+        arrays = given if isinstance(given, list) else [given]
+        where = _of_layer(given.sharding) if is_stack else arrays[0].sharding
+        if rounding is not None and isinstance(where, NamedSharding):
+            cuts = rounding.partition(where.spec, layer)
             where = jax.tree.map(partial(NamedSharding, where.mesh), cuts)
-        if spec.is_stacked:
-            where = [where] * spec.shape[0]
-        made = jax.jit(_converted, static_argnums=(1, 2, 3), out_shardings=where)
-        new = made(old, spec, wanted, form if rounds else None)
-        if donate:
-            jax.block_until_ready(new)
-            old.delete()
-        return new
+        # One small program for all layers: one for a whole stack takes L times as long to compile.
+        one = jax.jit(_converted, static_argnums=(2, 3, 4), out_shardings=where)
+        rows, made = range(spec.shape[0]) if is_stack else [None], []
+        for array in arrays:
+            if not (is_stack or rounding) and array.dtype == wanted:
+                made.append(array)
+                continue
+            made += [one(array, row, layer, wanted, rounding) for row in rows]
+            if donate:
+                jax.block_until_ready(made[-1])
+                array.delete()
+        return made if spec.is_stacked else made[0]
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
 
@@ -138,11 +145,14 @@ def form_of(name: str | None, specs: dict) -> Form | None:
     return FORMS[name]
 
 
-def _converted(old: jax.Array, spec: ParamSpec, dtype: jnp.dtype, form: Form | None) -> Parameter:
-    rows = [row.astype(dtype) for row in (split_rows(old) if spec.is_stacked else [old])]
-    if form is not None:
-        rows = [form.rounded(row, spec.inputs, _layer_spec(spec).lead) for row in rows]
-    return rows if spec.is_stacked else rows[0]
+def _converted(
+    given: jax.Array, row: int | None, spec: ParamSpec, dtype: jnp.dtype, form: Form | None
+) -> jax.Array | Channels8:
+    """A parameter, or one row of a stack, as it is wanted; `spec` declares the result."""
+    if row is not None:
+        given = lax.dynamic_index_in_dim(given, row, keepdims=False)
+    value = given.astype(dtype)
+    return value if form is None else form.rounded(value, spec.inputs, spec.lead)
 
 
 def _layer_spec(spec: ParamSpec) -> ParamSpec:

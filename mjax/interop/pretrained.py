@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint.base.companion_files import tokenizer_dir
-from mjax.checkpoint.base.source import arrays
+from mjax.checkpoint.base.source import arrays, layers_source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
@@ -75,9 +75,11 @@ class Pretrained:
 
 
 def from_pretrained(
-    path: str | Path, mesh: Mesh | None = None, dtype: str = "float32"
+    path: str | Path, mesh: Mesh | None = None, dtype: str = "float32", *, apart: bool = False
 ) -> Pretrained:
     """Load the weights in `path`, as `dtype`, on one device or sharded over `mesh`.
+
+    `apart`: a stack of layers [L, ..] is a list of L arrays, as engines keep weights.
 
     `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
     a Megatron torch_dist checkpoint, or as a string the name of a model on the Hugging Face hub.
@@ -92,7 +94,11 @@ def from_pretrained(
     else:
         partitions = param_partitions(definition.specs, parallel_of(mesh))
         shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
-    params = arrays(source, abstract_params(definition, dtype, shardings))
+    abstract = abstract_params(definition, dtype, shardings)
+    if apart:
+        source = layers_source(source)
+        abstract = jax.tree.map(_layers_apart, definition.specs, abstract, is_leaf=is_spec)
+    params = arrays(source, abstract)
     return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
 
 
@@ -103,3 +109,14 @@ def abstract_params(definition: Definition, dtype: str, shardings: dict) -> dict
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype), sharding=where)
 
     return jax.tree.map(abstract, definition.specs, shardings, is_leaf=is_spec)
+
+
+def _layers_apart(spec: ParamSpec, stack: jax.ShapeDtypeStruct) -> object:
+    """A stack as a list of its layers; another parameter as it is."""
+    if not spec.is_stacked:
+        return stack
+    where = stack.sharding
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+    layer = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=where)
+    return [layer] * stack.shape[0]

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -44,13 +44,31 @@ class Source:
 def flat(tree: dict) -> dict[Path, object]:
     """Nested dict (of specs, arrays, ...) -> path to leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+    return {_names_of(path): leaf for path, leaf in leaves}
+
+
+def _names_of(path: tuple) -> Path:
+    """Keys of dicts, and the numbers of entries of lists as text."""
+    return tuple(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
 
 
 def array_source(cfg: ModelConfig, params: dict) -> Source:
     """The parameters of a live model, all of whose shards this process can read."""
     leaves = flat(params)
     return Source(cfg, lambda path, index: np.asarray(leaves[path][index]), lambda: None)
+
+
+def layers_source(source: Source) -> Source:
+    """A source of single layers of stacks: the number of a layer ends the path of its stack."""
+
+    def read(path: Path, index: Index) -> np.ndarray:
+        *stack, last = path
+        if not last.isdecimal():
+            return source.read(path, index)
+        row = int(last)
+        return source.read(tuple(stack), (slice(row, row + 1), *index))[0]
+
+    return replace(source, read=read)
 
 
 def block_shape(
@@ -106,7 +124,7 @@ def arrays(source: Source, abstract: dict) -> dict:
         filled.setdefault(path, []).extend(parts)
 
     def whole(path, leaf):
-        path = tuple(key.key for key in path)
+        path = _names_of(path)
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, filled[path])
 
     return jax.tree_util.tree_map_with_path(whole, abstract)

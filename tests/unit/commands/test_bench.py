@@ -342,6 +342,15 @@ def test_the_engine_serves_a_load_and_compiles_nothing_later(capsys):
     assert found["first_ms"]["p50"] > 0 and found["between_ms"]["p50"] > 0
 
 
+def test_a_model_that_guesses_for_itself_says_how_often_it_is_right(capsys):
+    argv = ["--requests=2", "--prompt=5", "--new=9", "--rows=2", "--chunk=16"]
+    argv += ["--drafts=2", "--drafter=mtp", *SMALL_MODEL, "model.num_nextn_predict_layers=1"]
+    assert engine.main([*argv, "model.initializer_range=1e-30"]) == 0  # one token is ever likeliest
+    found = json.loads(capsys.readouterr().out)
+    assert found["case"]["drafter"] == "mtp" and found["acceptance_rate"] == 1
+    assert found["accepted"] == pytest.approx(2, abs=0.5) and found["compiled_later"] == 0
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [

@@ -5,14 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.checkpoint.base.source import array_source
+from mjax.checkpoint.weights import write_weights
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
+from mjax.infer import weights
 from mjax.infer.caches.contiguous import empty_cache, extend
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import form_of, take_apart
+from mjax.interop.pretrained import from_pretrained
 from mjax.kernels.fp8.channels import Channels8
 from mjax.models.base.adapted import specs_of_run
 from mjax.sharding.collectives import LOCAL
@@ -91,6 +95,47 @@ def test_parameters_are_freed_as_they_are_rounded():
     _, definition, params = model()
     take_apart(definition.specs, params, jnp.dtype("bfloat16"), donate=True, form=Channels8)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("form", quick([Channels8, None], 0))
+def test_layers_take_one_program_and_the_memory_of_one_layer_more(form, monkeypatch):
+    _, definition, params = model(**VARIANTS["experts"])
+    apart = take_apart(definition.specs, params, F32)
+    wanted = take_apart(definition.specs, params, jnp.dtype("bfloat16"), form=form)
+    traced, held = [], []
+    convert, wait = weights._converted, jax.block_until_ready
+    others = sum(x.nbytes for x in jax.live_arrays()) - nbytes(apart)
+
+    def waiting(made):
+        held.append(sum(x.nbytes for x in jax.live_arrays()) - others)
+        return wait(made)
+
+    monkeypatch.setattr(weights, "_converted", lambda *a: traced.append(1) or convert(*a))
+    monkeypatch.setattr(jax, "block_until_ready", waiting)
+    before, largest = nbytes(apart), max(map(nbytes, jax.tree.leaves(apart)))
+    taken = take_apart(definition.specs, apart, jnp.dtype("bfloat16"), donate=True, form=form)
+    jax.tree.map(np.testing.assert_array_equal, taken, wanted)
+    assert max(held) <= before + largest and len(held) > len(traced)
+    assert len(traced) <= len(jax.tree.leaves(definition.specs, is_leaf=is_spec))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_checkpoint_read_by_layers_is_the_one_read_by_stacks(tp, tmp_path):
+    cfg, definition, params = model(num_hidden_layers=3)
+    write_weights(tmp_path / "ckpt", array_source(cfg, params), definition.specs)
+    mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
+    stacks = from_pretrained(tmp_path / "ckpt", mesh).params
+    layers = from_pretrained(tmp_path / "ckpt", mesh, apart=True).params
+    wanted = take_apart(definition.specs, stacks, F32)
+    jax.tree.map(np.testing.assert_array_equal, layers, wanted)
+    assert jax.tree.map(lambda x: x.sharding, layers) == jax.tree.map(lambda x: x.sharding, wanted)
+    taken = take_apart(definition.specs, layers, F32, donate=True)
+    pairs = zip(jax.tree.leaves(taken), jax.tree.leaves(layers), strict=True)
+    assert all(new is old for new, old in pairs), "nothing is copied"
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 @pytest.mark.parametrize("cut", quick(["inputs", "outputs"], 0))
