@@ -16,7 +16,7 @@ from mjax.data.multimodal.videos import cut_video, sampled_frames
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
 from mjax.models.towers.image_places import Grid, image_places, packed_row, text_places
-from mjax.prove import Cell, compare, deviation, holds
+from mjax.prove import FEATURES, Cell, compare, deviation, holds
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
 from tests.laws.models.frozen_tower import assert_tower_stays
@@ -223,6 +223,18 @@ def test_without_pyav_a_line_says_what_to_install(monkeypatch):
 def test_a_mesh_of_tp_pp_and_cp_equals_one_device():
     """The whole row is `python -m mjax.prove --features qwen-vl`."""
     record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), steps=2)
+    assert holds(record), record
+
+
+@exhaustive
+def test_a_tower_before_deltanet_is_equal_on_a_mesh():
+    """Qwen3.5: no DeepStack, part of a head turns, and documents reset the state."""
+    keys = [*FEATURES["gated deltanet"], "model.vision.deepstack_visual_indexes=[]"]
+    keys += ["model.vision.window_size=0"]
+    keys += ["model.attention.head_dim=16"]  # of which 4 pairs turn, as `mrope_section` says
+    text = "deltanet+mlp, full+mlp, deltanet+mlp"
+    keys += [f"model.layer_pattern='vision_2d+mlp*2, patch_merger, {text}'"]
+    record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), *keys, steps=2)
     assert holds(record), record
 
 
