@@ -1,9 +1,12 @@
 """Qwen2.5-VL and Qwen3-VL: in from Hugging Face, equal logits, gradients and tokens, out again."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
@@ -270,6 +273,49 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
         pair = [model(**given).logits for model in (again, theirs)]
     assert torch.equal(*pair)
     assert from_pretrained(out).cfg == from_pretrained(folder).cfg
+
+
+def eight_bits(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a matrix, which is one block, and its scale [1, 1]."""
+    scale = tensor.abs().max() / 448
+    return (tensor / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+
+
+def test_files_of_eight_bits_have_experts_apart_and_modules_in_wide_dtypes(tmp_path):
+    """As Qwen publishes them: blocks of 128, `weight_scale_inv`, all but some of the text."""
+    theirs, coded = make("qwen3_5_moe"), {}
+    theirs.save_pretrained(tmp_path)
+    wide = "visual", "lm_head", "embed_tokens", "in_proj_a", "in_proj_b", "conv1d", "gate.weight"
+    for name, tensor in theirs.state_dict().items():
+        if any(part in name for part in (*wide, "_gate.weight")) or tensor.ndim == 1:
+            coded[name] = tensor.clone()
+            continue
+        matrices = {name: tensor}
+        if tensor.ndim == 3:
+            before, halves = name.rpartition(".")[0], tensor.chunk(2, 1)
+            pair = zip(("gate_proj", "up_proj"), halves, strict=True)
+            kinds = dict(pair) if "gate_up" in name else {"down_proj": tensor}
+            matrices = {
+                f"{before}.{number}.{kind}.weight": of_all[number]
+                for kind, of_all in kinds.items()
+                for number in range(len(of_all))
+            }
+        for own, matrix in matrices.items():
+            codes, scale = eight_bits(matrix)
+            matrix.copy_(codes.float() * scale)  # a view: transformers computes with what is read
+            coded |= {own: codes, f"{own}_scale_inv": scale}
+    safetensors.torch.save_file(coded, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+    said |= dict(weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "model.visual"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    ids, images, given = inputs_of(tower(tmp_path), "two")
+    with torch.no_grad():
+        want = theirs(**given).logits.numpy()
+    ours = from_pretrained(tmp_path)
+    assert ours.cfg.modalities and not from_pretrained(tmp_path, text=True).cfg.modalities
+    got = jax.jit(lambda ids: ours.model(ids, images=images))(ids)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(
