@@ -29,8 +29,8 @@ def source_of(path: str | Path, wanted: ModelConfig | None = None, text: bool = 
     """The weights in `path`, whatever their format; of a run the newest, of a step its own.
 
     A string may also name a model of the hub (`checkpoint/base/hub.py`). `wanted`: the model to
-    fill. What a folder of Hugging Face's has besides, towers or prediction layers, is kept aside
-    for an export. `text`: towers are not wanted. Raises `UserError` if it is none we know.
+    fill. Towers and prediction layers that it lacks are kept aside for an export. `text`: towers
+    are not wanted. Raises `UserError` if it is none we know.
     """
     require_files(path)
     path = folder_with_weights(path)

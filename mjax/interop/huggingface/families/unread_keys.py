@@ -137,12 +137,12 @@ _TEXTS = {
     "vipllava": ("llama", False),
 }
 # Of these the tower is built, too.
-_WHOLE = "qwen3_5", "qwen3_5_moe"
+_READ_WHOLE = "qwen3_5", "qwen3_5_moe"
 
 
 def read_of(config: dict) -> dict:
     """The config of what is read of a file where nothing else is asked for."""
-    return config if config.get("model_type") in _WHOLE else text_of(config)
+    return config if config.get("model_type") in _READ_WHOLE else text_of(config)
 
 
 def text_of(config: dict) -> dict:
