@@ -27,12 +27,12 @@ def _host_gib() -> int:
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib() * 3 // 4)))
 
 
-def from_pretrained(path, mesh=None, dtype="float32"):
+def from_pretrained(path, mesh=None, dtype="float32", *, text=False):
     """`mjax.interop.pretrained.from_pretrained`: a model with the weights in `path`, from any
     format."""
     from mjax.interop.pretrained import from_pretrained  # on use: importing mjax must not start jax
 
-    return from_pretrained(path, mesh, dtype)
+    return from_pretrained(path, mesh, dtype, text=text)
 
 
 def __getattr__(name):

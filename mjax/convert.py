@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--hf", type=path_text, metavar="DIR_OR_NAME", help=about)
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     _add_revision(into)
+    _add_text(into)
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     about = "with --megatron: a run folder that goes on, with optimizer and place in the data"
     into.add_argument("--with-optimizer", action="store_true", help=about)
@@ -78,9 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     source.add_argument("--ckpt", type=path_text, metavar="RUN", help="an mjax run or checkpoint")
     _add_revision(config)
+    _add_text(config)
     _add_adapter_commands(commands)
     _add_hub_commands(commands)
     return parser
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    about = "the text alone, of Qwen3.5's files with a tower, which stays aside for an export"
+    parser.add_argument("--text", action="store_true", help=about)
 
 
 def _add_revision(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +148,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.verify and args.megatron:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
     name = _with_revision(args) if args.hf else None
-    source = source_of(name) if name else megatron_source(args.megatron)
+    source = source_of(name, text=args.text) if name else megatron_source(args.megatron)
     specs = definition_of(source.cfg).specs
     source.check()
     folder = model_folder(name) if name else args.megatron
@@ -258,7 +265,7 @@ def _config(args: argparse.Namespace) -> int:
     from mjax.checkpoint.base.hub import model_folder
     from mjax.interop.huggingface.families.engine import config_from_hf
     from mjax.interop.huggingface.families.parts import say_unused
-    from mjax.interop.huggingface.families.unread_keys import text_of
+    from mjax.interop.huggingface.families.unread_keys import read_of, text_of
     from mjax.interop.sources import source_of
 
     given = args.hf or args.megatron or args.ckpt
@@ -276,8 +283,9 @@ def _config(args: argparse.Namespace) -> int:
     # Files tell of heads in them; those of the hub are not fetched for that.
     has_weights = not args.hf or any(folder.glob("*.safetensors"))
     config = read_json(path) if args.hf else {}
-    cfg = source_of(folder).cfg if has_weights else config_from_hf(config)
-    if text_of(config) != config:
+    config = text_of(config) if args.text else config
+    cfg = source_of(folder, text=args.text).cfg if has_weights else config_from_hf(config)
+    if args.text or read_of(config) != config:
         say_unused(f"the text alone is read, a model of model_type {cfg.model_type!r}")
     said = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
@@ -380,7 +388,8 @@ def _unread_of_export(
     from mjax.interop.huggingface.files import TABLES
 
     unread, form = unpack(content), said_in(content)
-    if not (unread or form) or text_of(config).get("model_type") != cfg.model_type:
+    config = config if cfg.modalities else text_of(config)
+    if not (unread or form) or config.get("model_type") != cfg.model_type:
         return {}, {}
     positions = ((of.rope, of.max_position_embeddings) for of in (config_from_hf(config), cfg))
     same = len(set(map(str, positions))) == 1

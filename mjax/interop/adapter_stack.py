@@ -80,7 +80,7 @@ def read_adapters(given: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
         return read_adapter(folder, cfg, specs)
     step = adapter_step(folder)
     run = read_adapter_run(step)
-    return adapters_for_others(run, lambda: source_of(named_base(step, base_of_run(step))))
+    return adapters_for_others(run, lambda: source_of(named_base(step, base_of_run(step)), run.cfg))
 
 
 def stack_of_adapters(adapters: Mapping[str, Adapters], specs: dict) -> tuple[dict, dict]:

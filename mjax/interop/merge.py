@@ -16,7 +16,7 @@ from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.source_digest import digest_of_source
 from mjax.checkpoint.store import new_folder
-from mjax.checkpoint.weights import write_weights
+from mjax.checkpoint.weights import read_config, write_weights
 from mjax.errors import UserError, or_user_error
 from mjax.interop.adapted_source import (
     adapted_source,
@@ -39,9 +39,10 @@ RECORD = "merge.json"
 
 def merged_source(base: Path, adapter: Path) -> Source:
     """The weights in `base` with the adapters of a run, of its step, or of a folder of PEFT."""
-    if not (adapter / ADAPTER_CONFIG).is_file():
-        adapter = adapter_step(adapter)
-    return adapted_source(adapter, source_of(base))
+    if (adapter / ADAPTER_CONFIG).is_file():
+        return adapted_source(adapter, source_of(base))
+    adapter = adapter_step(adapter)
+    return adapted_source(adapter, source_of(base, read_config(adapter)))
 
 
 def stored_dtype(source: Source) -> str:
@@ -128,6 +129,10 @@ def extract(run: Path, out: Path) -> None:
     """Write the adapters of a run as a folder of PEFT, with the tokenizer of the run."""
     step = adapter_step(run)
     found = read_adapter_run(step)
-    adapters = adapters_for_others(found, lambda: source_of(named_base(step, base_of_run(step))))
+
+    def base() -> Source:
+        return source_of(named_base(step, base_of_run(step)), found.cfg)
+
+    adapters = adapters_for_others(found, base)
     files = {n: text for n, text in read_side_files(step).items() if is_of_tokenizer(n)}
     write_adapter(out, found.cfg, definition_of(found.cfg).specs, adapters, files)

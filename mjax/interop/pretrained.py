@@ -75,7 +75,12 @@ class Pretrained:
 
 
 def from_pretrained(
-    path: str | Path, mesh: Mesh | None = None, dtype: str = "float32", *, apart: bool = False
+    path: str | Path,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    *,
+    apart: bool = False,
+    text: bool = False,
 ) -> Pretrained:
     """Load the weights in `path`, as `dtype`, on one device or sharded over `mesh`.
 
@@ -83,9 +88,10 @@ def from_pretrained(
 
     `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
     a Megatron torch_dist checkpoint, or as a string the name of a model on the Hugging Face hub.
-    Raises `UserError` where it is none of them or damaged.
+    `text`: of Qwen3.5's files with a tower, the text alone. Raises `UserError` where it is none of
+    them or damaged.
     """
-    source = source_of(path)
+    source = source_of(path, text=text)
     source.check()
     definition = definition_of(source.cfg)
     if mesh is None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.steps import newest_step
-from mjax.checkpoint.weights import read_weights
+from mjax.checkpoint.weights import read_config, read_weights
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.adapted_source import adapted_source, base_of_run, has_adapters, named_base
 from mjax.interop.coded.scaled import open_weights
 from mjax.interop.huggingface.families.engine import config_of_folder, slots
 from mjax.interop.huggingface.families.table import FAMILIES
+from mjax.interop.huggingface.families.unread_keys import text_of
 from mjax.interop.huggingface.files import hf_source
 from mjax.interop.huggingface.names import heads_apart, names_in
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, read_adapter_config
@@ -22,26 +24,28 @@ from mjax.json_file import read_json
 from mjax.models import definition_of
 
 
-def source_of(path: str | Path, predictions: int | None = None) -> Source:
+def source_of(path: str | Path, wanted: ModelConfig | None = None, text: bool = False) -> Source:
     """The weights in `path`, whatever their format; of a run the newest, of a step its own.
 
-    A string may also name a model of the hub (`checkpoint/base/hub.py`). `predictions`: the
-    prediction layers that are wanted; others of a file are kept aside for an export, where their
-    names tell that they are there. Raises `UserError` if it is none we know.
+    A string may also name a model of the hub (`checkpoint/base/hub.py`). `wanted`: the model to
+    fill. Towers and prediction layers that it lacks are kept aside for an export. `text`: towers
+    are not wanted. Raises `UserError` if it is none we know.
     """
     path = folder_with_weights(path)
     if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
-        base = source_of(named_base(path, read_adapter_config(path).base))
+        base = source_of(named_base(path, read_adapter_config(path).base), wanted, text)
         return adapted_source(path, base)
     if (path / "config.json").is_file():
-        cfg = config_of_folder(read_json(path / "config.json"))
+        config = read_json(path / "config.json")
+        alone = text or (wanted is not None and not wanted.modalities)
+        cfg = config_of_folder(text_of(config) if alone else config)
         tensors = open_weights(path)
         family = FAMILIES[cfg.model_type]
         cfg = family.mend(cfg, tensors)
-        wanted = cfg.num_nextn_predict_layers if predictions is None else predictions
-        has_more = wanted < cfg.num_nextn_predict_layers and not family.repeats_in_predictions
+        predictions = 0 if cfg.modalities else (wanted or cfg).num_nextn_predict_layers
+        has_more = predictions < cfg.num_nextn_predict_layers and not family.repeats_in_predictions
         if has_more:
-            cfg = cfg.model_copy(update={"num_nextn_predict_layers": wanted})
+            cfg = cfg.model_copy(update={"num_nextn_predict_layers": predictions})
         if cfg.tie_word_embeddings:
             found = names_in(cfg, slots(cfg, definition_of(cfg).specs), tensors)
             apart = heads_apart(found, tensors, cfg)
@@ -61,7 +65,8 @@ def source_of(path: str | Path, predictions: int | None = None) -> Source:
             "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
         )
     if has_adapters(step):
-        return adapted_source(step, source_of(named_base(step, base_of_run(step))))
+        base = source_of(named_base(step, base_of_run(step)), read_config(step))
+        return adapted_source(step, base)
     return read_weights(step)
 
 

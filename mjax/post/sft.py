@@ -104,7 +104,8 @@ def _of_weights(tree: dict, start: str) -> dict:
     if "model" not in tree:
         from mjax.interop.sources import source_of  # imports jax
 
-        model = source_of(start).cfg
+        images = _given(tree, "data", "images")
+        model = source_of(start, text=not (isinstance(images, dict) and images.get("path"))).cfg
         found["model"] = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     return found
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mjax.checkpoint.base.hub import with_hub_tokenizer
 from mjax.config.load import Defaults, add_config_arguments, config_from_args
 from mjax.config.schema.run import Config
 from mjax.errors import INTERRUPTED, LostProcess
@@ -37,6 +38,7 @@ def train_command(
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
     add_restart_arguments(parser)
     args, cfg = config_from_args(parser, defaults=defaults)
+    cfg = with_hub_tokenizer(cfg)
     code = first(cfg, args)
     if code is not None:
         return code

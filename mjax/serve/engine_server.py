@@ -21,9 +21,13 @@ import msgspec
 import numpy as np
 import zmq
 
+from mjax.config.schema.vision import FRAMES
+from mjax.data.multimodal.pictures import packed_images, patches_of_frames
 from mjax.errors import UserError, first_line
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request, RequestSample, TokenUpdate
+from mjax.infer.whole_prompts import PromptItem
+from mjax.models.towers.image_places import PackedImages
 from mjax.serve.base import wire
 from mjax.serve.base.wire import Abort, Add, Call, Hello, Leave
 
@@ -166,7 +170,7 @@ class EngineServer:
         try:
             items = {}
             if asked.images:
-                items["vision"] = np.stack([image.array for image in asked.images])
+                items["vision"] = self._images(asked)
             params = wire.params_of_fields(asked.params)
             named = {"request_id": asked.id, "text": asked.text, "items": items}
             request = self.engine.add(asked.prompt, params, **named)
@@ -180,6 +184,16 @@ class EngineServer:
             return
         self._served[asked.id] = Served(client, request, [0] * len(request.samples))
         self.counts.prompt_tokens += len(asked.prompt)
+
+    def _images(self, asked: Add) -> PromptItem:
+        """The images of a request as the engine takes them."""
+        arrays, image = [image.array for image in asked.images], self.facts.image
+        if image is None or image.bounds is None:
+            return np.stack(arrays)
+        vision = self.engine.cfg.vision
+        frames = (np.stack([pixels] * FRAMES) for pixels in arrays)
+        cut = [patches_of_frames(each, vision, image.mean, image.std) for each in frames]
+        return PackedImages(*(a[0] for a in packed_images([asked.prompt], [cut], vision)))
 
     def _drop(self, id: str) -> None:
         """Abort a request that nobody waits for."""

@@ -14,6 +14,7 @@ from mjax.checkpoint.base.hub import model_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.multimodal.pictures import bounds_of
 from mjax.errors import UserError
 from mjax.generate.options import image_scale, usual_scale
 from mjax.infer.engine import GREEDY, LIMITED
@@ -124,12 +125,15 @@ class ServedModel:
         )
 
     def _image(self, cfg: ModelConfig) -> ImageFacts | None:
-        """How prompts have images; those in tiles or of their own sizes are not served."""
+        """How prompts have images; those in tiles are not served."""
         vision = cfg.vision
-        if "vision" not in cfg.modalities or vision.is_cut or vision.is_packed:
+        if "vision" not in cfg.modalities or vision.is_cut:
             return None
         found, usual = image_scale(model_folder(self.options.model)), usual_scale(vision)
         scale = [tuple(own or other) for own, other in zip(found, usual, strict=True)]
+        if vision.is_packed:
+            token = (vision.image_token_id,)
+            return ImageFacts(token, 0, vision.num_channels, *scale, tuple(bounds_of(vision)))
         count = cfg.tower("vision").text_tokens(None)
         tokens = (cfg.tower("vision").token_id,) * count
         return ImageFacts(tokens, vision.image_size, vision.num_channels, *scale)

@@ -194,8 +194,7 @@ class Checkpoints:
         """The weights that the config starts from, by the folders they are in."""
         names, sources = self.cfg.checkpoint, {}
         if names.init_from is not None:
-            predictions = self.cfg.model.num_nextn_predict_layers
-            sources[names.init_from] = source_of(names.init_from, predictions)
+            sources[names.init_from] = source_of(names.init_from, self.cfg.model)
         if names.init_audio is not None:
             folder = model_folder(names.init_audio, weights=True)
             sources[names.init_audio] = whisper_source(folder, self.cfg.model)

@@ -442,11 +442,14 @@ def save_gradients(
 
 
 def there_and_back(
-    folder: Path, checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tensors of a model in `folder`, and those of its export to `out`, by mjax.convert."""
+    """The tensors of a model in `folder`, and those of its export to `out`, by mjax.convert.
+
+    more: options of the import.
+    """
     for argv in (
-        ["import", "--hf", folder, "--out", checkpoint],
+        ["import", "--hf", folder, "--out", checkpoint, *more],
         ["export", "--ckpt", checkpoint, "--hf", out, "--dtype", "float32"],
     ):
         monkeypatch.setattr("sys.argv", ["convert", *map(str, argv)])

@@ -260,7 +260,7 @@ def test_a_run_without_the_layer_keeps_it_aside(saved, tmp_path):
     assert left == "mtp_1"
     if form.copies:  # DeepSeek's names would be those of a layer
         return
-    source = source_of(folder, predictions=0)
+    source = source_of(folder, cfg)
     source.check()
     assert source.cfg == cfg
     aside, tensors = unpack(source.unread()[UNREAD]), load_file(folder / "model.safetensors")

@@ -1,9 +1,12 @@
 """Qwen2.5-VL and Qwen3-VL: in from Hugging Face, equal logits, gradients and tokens, out again."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
@@ -83,7 +86,37 @@ def qwen3_moe() -> torch.nn.Module:
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
+DELTA = TEXT | dict(num_hidden_layers=3, head_dim=16, tie_word_embeddings=False)
+DELTA |= dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=10)
+DELTA |= dict(linear_value_head_dim=8, linear_conv_kernel_dim=3)
+DELTA |= dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+DELTA |= rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5)
+
+
+def qwen3_5() -> torch.nn.Module:
+    config = transformers.Qwen3_5Config(
+        vision_config=VISION | dict(num_position_embeddings=36),
+        text_config=DELTA,
+        attn_implementation="eager",
+        **IDS,
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_5_moe() -> torch.nn.Module:
+    experts = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12)
+    text = {k: v for k, v in DELTA.items() if k != "intermediate_size"}
+    config = transformers.Qwen3_5MoeConfig(
+        vision_config=VISION | dict(num_position_embeddings=36),
+        text_config=text | experts | dict(shared_expert_intermediate_size=28),
+        attn_implementation="eager",
+        **IDS,
+    )
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
 MAKERS = {"qwen2_5_vl": qwen2_5, "qwen3_vl": qwen3, "qwen3_vl_moe": qwen3_moe}
+MAKERS |= {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
 
 
 def make(name: str) -> torch.nn.Module:
@@ -91,8 +124,10 @@ def make(name: str) -> torch.nn.Module:
     return add_to_vectors(MAKERS[name]().float().eval())
 
 
-def as_published(folder) -> None:
-    """Turn experts' matrices: transformers 5 saves [E, out, in], the hub has [E, in, out]."""
+def as_published(folder, name: str) -> None:
+    """Turn Qwen3-VL's experts: transformers 5 saves [E, out, in], the hub has [E, in, out]."""
+    if name != "qwen3_vl_moe":
+        return
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if ".experts." in name:
@@ -100,11 +135,11 @@ def as_published(folder) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.fixture(scope="module", params=quick(list(MAKERS), 0, 1))
+@pytest.fixture(scope="module", params=quick(list(MAKERS), 0, 1, 3))
 def hf(request, tmp_path_factory):
     model, folder = make(request.param), tmp_path_factory.mktemp(request.param) / "hf"
     model.save_pretrained(folder)
-    as_published(folder)
+    as_published(folder, request.param)
     return model, folder, request.param
 
 
@@ -162,13 +197,13 @@ def test_logits_and_greedy_tokens(hf, case):
     ids, images, given = inputs_of(tower(folder), case)
     with torch.no_grad():
         want = theirs(**given).logits.numpy()
-        made = theirs.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        made = theirs.generate(**given, max_new_tokens=64, do_sample=False, eos_token_id=None)
     got = jax.jit(lambda ids: ours.model(ids, images=images))(ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
     model = ours.definition, ours.params, ours.cfg
     for row, tokens in enumerate(ids.tolist()):
         items = {"vision": PackedImages(*(array[row] for array in images))} if images else None
-        assert made_ids(model, [tokens], 8, items) == made[row : row + 1, ids.shape[1] :].tolist()
+        assert made_ids(model, [tokens], 64, items) == made[row : row + 1, ids.shape[1] :].tolist()
 
 
 @exhaustive
@@ -220,7 +255,7 @@ def test_loss_and_gradients(hf, tmp_path):
     expected.loss.backward()
     np.testing.assert_allclose(total, expected.loss.item(), rtol=1e-5)
     saved = save_gradients(theirs, make(name), tmp_path / "grads", may_lack=True)
-    as_published(saved)
+    as_published(saved, name)
     # keys' biases move nothing: softmax takes what is equal for all keys away
     assert_gradients_near(grads, from_pretrained(saved).params, least=1e-3)
 
@@ -238,6 +273,49 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
         pair = [model(**given).logits for model in (again, theirs)]
     assert torch.equal(*pair)
     assert from_pretrained(out).cfg == from_pretrained(folder).cfg
+
+
+def eight_bits(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a matrix, which is one block, and its scale [1, 1]."""
+    scale = tensor.abs().max() / 448
+    return (tensor / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+
+
+def test_files_of_eight_bits_have_experts_apart_and_modules_in_wide_dtypes(tmp_path):
+    """As Qwen publishes them: blocks of 128, `weight_scale_inv`, all but some of the text."""
+    theirs, coded = make("qwen3_5_moe"), {}
+    theirs.save_pretrained(tmp_path)
+    wide = "visual", "lm_head", "embed_tokens", "in_proj_a", "in_proj_b", "conv1d", "gate.weight"
+    for name, tensor in theirs.state_dict().items():
+        if any(part in name for part in (*wide, "_gate.weight")) or tensor.ndim == 1:
+            coded[name] = tensor.clone()
+            continue
+        matrices = {name: tensor}
+        if tensor.ndim == 3:
+            before, halves = name.rpartition(".")[0], tensor.chunk(2, 1)
+            pair = zip(("gate_proj", "up_proj"), halves, strict=True)
+            kinds = dict(pair) if "gate_up" in name else {"down_proj": tensor}
+            matrices = {
+                f"{before}.{number}.{kind}.weight": of_all[number]
+                for kind, of_all in kinds.items()
+                for number in range(len(of_all))
+            }
+        for own, matrix in matrices.items():
+            codes, scale = eight_bits(matrix)
+            matrix.copy_(codes.float() * scale)  # a view: transformers computes with what is read
+            coded |= {own: codes, f"{own}_scale_inv": scale}
+    safetensors.torch.save_file(coded, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+    said |= dict(weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "model.visual"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    ids, images, given = inputs_of(tower(tmp_path), "two")
+    with torch.no_grad():
+        want = theirs(**given).logits.numpy()
+    ours = from_pretrained(tmp_path)
+    assert ours.cfg.modalities and not from_pretrained(tmp_path, text=True).cfg.modalities
+    got = jax.jit(lambda ids: ours.model(ids, images=images))(ids)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(

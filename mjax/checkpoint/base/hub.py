@@ -21,6 +21,7 @@ import mjax
 from mjax.checkpoint.base.mirror import fetched_weights
 from mjax.checkpoint.base.safetensors import INDEX, files_of_index
 from mjax.config.languages.paths import is_address
+from mjax.config.schema.run import Config
 from mjax.data.base.object_store import address_of
 from mjax.errors import UserError, first_line, or_user_error
 
@@ -30,6 +31,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BESIDE = "*.json *.jinja *.model *.tiktoken *.txt README.md LICENSE*".split()
 # A star also matches a slash: all folders but additional_chat_templates are of other programs.
 _FOLDERS = ["[!a]*/*", "a[!d]*/*"]
+_VOCABULARIES = ".json", ".model", ".tiktoken", ".txt"  # of files, which are not on the hub
 _WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 
 
@@ -73,6 +75,18 @@ def model_folder(path: str | Path, weights: bool = False) -> Path:
     if weights:
         _fetch_weights(name, folder)
     return folder
+
+
+def with_hub_tokenizer(cfg: Config) -> Config:
+    """A config whose `data.tokenizer` is a folder of the cache, where it names a model of the hub.
+
+    Raises `UserError` for what the hub does not give.
+    """
+    name = cfg.data.tokenizer
+    if hub_name(name) is None or Path(name).suffix in _VOCABULARIES:
+        return cfg
+    data = cfg.data.model_copy(update={"tokenizer": str(model_folder(name))})
+    return cfg.model_copy(update={"data": data})
 
 
 def pinned(path: str | None) -> str | None:

@@ -2,12 +2,12 @@
 
 A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
 "A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/multimodal/sources.py`); all
-but the text may be left out. The loss is on the text and the end token after it. A conversation may
-replace both, which the tokenizer's chat template writes: the loss is on answers. A model that
-compares images with texts (CLIP) has samples of an image and a text, and a text that is too long is
-cut. Invariant: sample n is a pure function of (files, settings, seed, n), as in
-`data/sentences/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
-`data.seq_length`, counts in no loss and is named in the log.
+but the text may be left out. Models of packed images read "videos", too, at <video>. The loss is on
+the text and the end token after it. A conversation may replace both, which the tokenizer's chat
+template writes: the loss is on answers. A model that compares images with texts (CLIP) has samples
+of an image and a text, and a text that is too long is cut. Invariant: sample n is a pure function
+of (files, settings, seed, n), as in `data/sentences/labelled.py`. A sample whose item cannot be
+decoded, or that does not fit `data.seq_length`, counts in no loss and is named in the log.
 """
 
 import os
@@ -24,10 +24,17 @@ from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
-from mjax.data.multimodal.pictures import ScaledReader, patches_of_frames, with_items_in_place
+from mjax.data.multimodal.decoders import attempt
+from mjax.data.multimodal.pictures import (
+    ScaledReader,
+    Video,
+    patches_of_frames,
+    with_items_in_place,
+)
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
-from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
+from mjax.data.multimodal.sources import IMAGES, SOUNDS, VIDEOS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
+from mjax.data.multimodal.videos import cut_video, import_av, sampled_frames
 from mjax.data.sentences.labelled import drawn_part, shuffled
 from mjax.errors import UserError, or_user_error
 from mjax.models.towers.image_places import CutImages, packed_row
@@ -48,6 +55,7 @@ TEXTS = ("text", "messages", "conversations")
 class TokenizedSample:
     """The ids of a sample with those of its items, which of them are answers, items by modality.
 
+    videos: of a model that reads them in their own sizes; each is one id until it is read.
     features: what stands in it for its images in tiles, once they are read, unless tiles have tags.
     Before that an image is one id.
     """
@@ -57,11 +65,13 @@ class TokenizedSample:
     is_answer: list[bool]
     items: dict[str, list[Item]]
     features: Sequence[Features] = ()
+    videos: Sequence[Item] = ()
 
     @property
     def names(self) -> NamesOfSamples:
         """Its own, and those of its items."""
-        return self.name, *(item.name for items in self.items.values() for item in items)
+        lists = *self.items.values(), self.videos
+        return self.name, *(item.name for items in lists for item in items)
 
 
 class ImageTextDataset:
@@ -84,7 +94,7 @@ class ImageTextDataset:
         cfg: Config,
         tokenizer: Tokenizer,
     ):
-        self.cfg, self.has_end = cfg, tokenizer.eod_id is not None
+        self.cfg, self.has_end, self.tokenizer = cfg, tokenizer.eod_id is not None, tokenizer
         eos = cfg.model.contrastive.eos_token_id
         if eos not in (None, 2, tokenizer.eod_id):
             raise UserError(
@@ -95,6 +105,8 @@ class ImageTextDataset:
         lines = read_lines(path, tokenizer, cfg)
         numbers = drawn_part(len(lines), split_fractions, split, f"{path}", "lines")
         self.lines = [lines[number] for number in numbers]
+        if any(line.videos for line in self.lines):
+            import_av("data.images")
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
         readers = dict(READERS)
@@ -237,16 +249,18 @@ class ImageTextDataset:
     def _packed(
         self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
     ) -> tuple[list[CutImages], list[TokenizedSample], np.ndarray]:
-        """(patches of each line's pictures, lines with their tokens, bool [B]: which are whole)."""
+        """(patches of each line's pictures and videos, lines with their tokens, bool [B]: which
+        are whole)."""
         vision, scale = self.cfg.model.vision, self.cfg.data.images
         found, cut, is_whole = list(lines), [()] * len(lines), np.ones(len(lines), bool)
         for row, own in enumerate(self._pictures(lines, fits)):
-            if own is None:
+            videos = self._videos(lines[row]) if fits[row] and own is not None else []
+            if own is None or videos is None:
                 is_whole[row] = False
-            elif own:
+            elif own or videos:
                 frames = (np.stack([picture] * FRAMES) for picture in own)
                 patches = [patches_of_frames(f, vision, scale.mean, scale.std) for f in frames]
-                ids, places, _ = with_items_in_place(lines[row].ids, patches, vision)
+                ids, places, patches = with_items_in_place(lines[row].ids, patches, vision, videos)
                 is_answer = [lines[row].is_answer[at] for at in places]
                 line = replace(lines[row], ids=ids, is_answer=is_answer)
                 total, most = sum(grid.patches for _, grid in patches), vision.max_patches
@@ -256,6 +270,18 @@ class ImageTextDataset:
                 if is_whole[row]:
                     found[row], cut[row] = line, patches
         return cut, found, is_whole
+
+    def _videos(self, line: TokenizedSample) -> list[Video] | None:
+        """The videos of a line; None, and named, where one cannot be used."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        found = []
+        for item in line.videos:
+            read = attempt(lambda item=item: sampled_frames(item.name, item.read()))
+            if isinstance(read, str):
+                self.skipped.note(item.name, read.removeprefix(f"{item.name}: "))
+                return None
+            found.append(cut_video(*read, vision, self.tokenizer, scale.mean, scale.std))
+        return found
 
     def _pictures(
         self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
@@ -306,7 +332,9 @@ def _line(
         is_answer += [False] * len(before) + [True] * len(answer)
     if model.architecture.compares and len(ids) > cfg.data.seq_length:
         ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-    return TokenizedSample(sample.name, ids, is_answer, items)
+    return TokenizedSample(
+        sample.name, ids, is_answer, items, videos=_videos_of(sample, turns, model)
+    )
 
 
 def _one_turn(sample: Sample) -> list[tuple[str, str]]:
@@ -380,3 +408,15 @@ def _items_of(
             said = f"{len(found)} {key}, and not as many {mark} in its prompt"
             raise UserError(f"{sample.name}: {said}")
     return items
+
+
+def _videos_of(sample: Sample, turns: list[tuple[str, str]], model: ModelConfig) -> Sequence[Item]:
+    """The videos of a sample. Raises `UserError` where its texts call for others."""
+    found, mark = sample.items.get(VIDEOS, ()), "<video>"
+    prompt, text = map("".join, zip(*turns, strict=True))
+    if found and not (model.vision.is_packed and model.vision.video_token_id):
+        raise UserError(f"{sample.name}: {VIDEOS}, but the model reads none")
+    if model.vision.is_packed and (prompt.count(mark) != len(found) or mark in text):
+        said = f"{len(found)} {VIDEOS}, and not as many {mark} in its prompt"
+        raise UserError(f"{sample.name}: {said}")
+    return found

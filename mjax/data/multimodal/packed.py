@@ -17,6 +17,7 @@ from mjax.data.corpus.gpt import FieldArrays
 from mjax.data.multimodal.image_text import ImageTextDataset, TokenizedSample
 from mjax.data.multimodal.pictures import tokens_of_picture
 from mjax.data.sentences.labelled import shuffled
+from mjax.errors import UserError
 from mjax.models.towers.image_places import FRAME
 from mjax.models.towers.modalities import MODALITIES
 
@@ -36,6 +37,12 @@ class PackedTexts:
     def __init__(self, texts: ImageTextDataset, size: int | None):
         self.texts = texts
         cfg, model = texts.cfg, texts.cfg.model
+        film = next((line.videos[0].name for line in texts.lines if line.videos), None)
+        if film is not None:
+            raise UserError(
+                f"data.images.packed: what {film} costs is known once it is decoded; leave it out "
+                "for texts with videos"
+            )
         if model.vision.is_packed:
             room = cfg.data.seq_length, model.vision.max_patches
             costs = [_cost_of_packed(line, model.vision) for line in texts.lines]

@@ -24,15 +24,17 @@ from mjax.errors import UNREADABLE, UserError, or_user_error
 log = logging.getLogger(__name__)
 DIGITS = "digits"
 _NEEDS = "data.images needs {reason}; install mjax[vision]"
-IMAGES, SOUNDS = "images", "audio"  # keys of JSON lines and columns; "image" is the first, too
+IMAGES, SOUNDS, VIDEOS = "images", "audio", "videos"  # keys of JSON lines and columns
+_ITEM_KEYS = {"image": IMAGES, IMAGES: IMAGES, SOUNDS: SOUNDS, "video": VIDEOS, VIDEOS: VIDEOS}
 IMAGE_SUFFIXES = ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff"
 SUFFIXES = dict.fromkeys(IMAGE_SUFFIXES, IMAGES)
 SUFFIXES |= dict.fromkeys((".wav", ".flac", ".ogg", ".mp3"), SOUNDS)
+SUFFIXES |= dict.fromkeys((".mp4", ".mkv", ".webm", ".mov", ".avi"), VIDEOS)
 FACTS = {".cls": "label", ".txt": "text", ".json": None}  # None: a dictionary of facts
 
 
 class Item(NamedTuple):
-    """An image or a sound: its name, and what reads its file, or an array of pixels."""
+    """An image, a sound or a video: its name, and what reads its file, or an array of pixels."""
 
     name: str
     read: Callable[[], bytes | np.ndarray]
@@ -40,7 +42,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Sample:
-    """A sample as its source has it: a name, facts such as "text", items by `IMAGES`, `SOUNDS`."""
+    """A sample as its source has it: a name, facts such as "text", items by their keys."""
 
     name: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -180,11 +182,11 @@ def _in_parquet(file: Path) -> list[Sample]:
         from pyarrow import ListScalar, parquet
 
     table = parquet.read_table(file)
-    items = [name for name in ("image", IMAGES, SOUNDS) if name in table.column_names]
+    items = [name for name in _ITEM_KEYS if name in table.column_names]
     rows = table.drop_columns(items).to_pylist() or [{}] * len(table)
     samples = [Sample(f"{file.name}:{row}", facts) for row, facts in enumerate(rows)]
     for column in items:
-        key = IMAGES if column == "image" else column
+        key = _ITEM_KEYS[column]
         for sample, cell in zip(samples, table[column], strict=True):
             parts = cell if isinstance(cell, ListScalar) and cell.is_valid else [cell]
             for part in filter(attrgetter("is_valid"), parts):
@@ -209,7 +211,7 @@ def _in_lines(file: Path) -> list[Sample]:
     samples = []
     for name, row in json_rows([str(file)]):
         sample = Sample(name, row)
-        for key, column in (("image", IMAGES), (IMAGES, IMAGES), (SOUNDS, SOUNDS)):
+        for key, column in _ITEM_KEYS.items():
             named = row.pop(key, [])
             named = [named] if isinstance(named, str) else named
             if not isinstance(named, list) or not all(isinstance(f, str) for f in named):

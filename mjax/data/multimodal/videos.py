@@ -5,7 +5,9 @@ Frames are taken evenly, two a second, and two are a patch. All tokens of a vide
 stands alone, after its time as text, as transformers' Qwen3VLProcessor writes it.
 """
 
+import io
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 
@@ -18,24 +20,33 @@ FPS, FEWEST, MOST = 2.0, 4, 768  # frames a second, and of a video
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
 
-def sampled_frames(path: str) -> tuple[list[np.ndarray], np.ndarray]:
+def sampled_frames(path: str, encoded: bytes | None = None) -> tuple[list[np.ndarray], np.ndarray]:
     """(uint8 [H, W, 3] frames of a video file, an even number; the second of each, [F]).
 
-    Raises `UserError` without PyAV, and for a file that is no video.
+    `encoded`: what the file holds, if it has been read. Raises `UserError` without PyAV, and for a
+    file that is no video.
     """
-    with or_user_error(f"{path}: videos need {{reason}}; install mjax[vision]", ImportError):
-        import av
+    av = import_av(path)
     with or_user_error(f"{path}: {{reason}}; give a video", (OSError, ValueError, IndexError)):
-        with av.open(path) as file:
+        with av.open(path if encoded is None else io.BytesIO(encoded)) as file:
             stream = file.streams.video[0]
             frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(stream)]
             rate = float(stream.average_rate or 24)
     if not frames:
         raise UserError(f"{path}: a video without frames; give another")
     count = int(np.clip(len(frames) / rate * FPS, FEWEST, MOST))
-    chosen = np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)
+    count = min(count, len(frames))
+    chosen = np.linspace(0, len(frames) - 1, count)
+    chosen = chosen.round().astype(int)
     chosen = np.append(chosen, chosen[-1:].repeat(-len(chosen) % FRAMES))
     return [frames[number] for number in chosen], chosen / rate
+
+
+def import_av(where: str) -> ModuleType:
+    """PyAV. Raises `UserError`, which says `where`, without it."""
+    with or_user_error(f"{where}: videos need {{reason}}; install mjax[vision]", ImportError):
+        import av
+    return av
 
 
 def cut_video(

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,7 +15,10 @@ NAME = "messages.content.image_url"
 
 
 def images_of(image: ImageFacts | None, messages: Sequence[Message]) -> list[np.ndarray]:
-    """The images of messages, fp32 [H, W, C]. Raises `ApiError` for what cannot be read."""
+    """The images of messages [H, W, C], fp32; or uint8, in sizes of their own, as engines cut them.
+
+    Raises `ApiError` for what cannot be read.
+    """
     lists = [message.content for message in messages if isinstance(message.content, list)]
     parts = [part for parts in lists for part in parts if part.type == "image_url"]
     if parts and image is None:
@@ -23,7 +27,7 @@ def images_of(image: ImageFacts | None, messages: Sequence[Message]) -> list[np.
 
 
 def _pixels(part: MessagePart, image: ImageFacts) -> np.ndarray:
-    from mjax.data.multimodal.pixels import decode_image, norm_image
+    from mjax.data.multimodal.pixels import Bounds, decode_image, decode_scaled, norm_image
 
     url = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
     kind, _, data = (url or "").partition(",")
@@ -31,7 +35,10 @@ def _pixels(part: MessagePart, image: ImageFacts) -> np.ndarray:
         message = "give the image itself, data:image/png;base64,..: no address is fetched"
         raise ApiError(400, f"{NAME}: {message}", NAME)
     try:
-        pixels = decode_image(base64.b64decode(data, validate=True), image.side, image.channels)
+        encoded = base64.b64decode(data, validate=True)
+        if image.bounds is not None:
+            return decode_scaled(encoded, image.channels, Bounds(*image.bounds))
+        pixels = decode_image(encoded, image.side, image.channels)
     except Exception:  # Pillow raises errors of many kinds
         raise ApiError(400, f"{NAME}: it is no image that can be read", NAME) from None
     return norm_image(pixels, image.mean, image.std)
@@ -42,25 +49,26 @@ def expanded_ids(
     text: str,
     ids: Sequence[int],
     image: ImageFacts | None,
-    count: int,
+    images: Sequence[np.ndarray],
 ) -> list[int]:
-    """The ids of a text with the tokens of `count` images in the places of their marks.
+    """The ids of a text with the tokens of images in the places of their marks.
 
-    `ids`: of the text as `encode` made them. Raises `ApiError` where marks are not those images.
+    `ids`: of the text as `encode` made them. A template may write the token of an image itself.
+    Raises `ApiError` where marks are not those images.
     """
     if image is None:
         return [*ids]
-    if text.count(IMAGE_MARK) != count:
+    token, runs = image.tokens[0], list(map(image.run, images))
+    if text.count(IMAGE_MARK) == 0 or encode(IMAGE_MARK) == [token]:
+        places = [at for at, id in enumerate(ids) if id == token]
+        parts = [ids[first + 1 : last] for first, last in pairwise([-1, *places, len(ids)])]
+    else:
+        parts = list(map(encode, text.split(IMAGE_MARK)))
+        if any(token in part for part in parts):
+            raise ApiError(400, "messages: a text has the token of an image", "messages")
+    if len(parts) != len(runs) + 1:
         raise ApiError(
             400, f"messages: a text has {IMAGE_MARK}, which stands for an image", "messages"
         )
-    if encode(IMAGE_MARK) == [image.tokens[0]]:
-        found = [one for id in ids for one in (image.tokens if id == image.tokens[0] else [id])]
-    else:
-        first, *rest = text.split(IMAGE_MARK)
-        found = [*encode(first)]
-        for part in rest:
-            found += [*image.tokens, *encode(part)]
-    if sum(id == image.tokens[0] for id in found) != count * len(image.tokens):
-        raise ApiError(400, "messages: a text has the token of an image", "messages")
-    return found
+    behind = zip(runs, parts[1:], strict=True)
+    return [*parts[0], *(id for run, part in behind for id in (*run, *part))]

@@ -105,7 +105,7 @@ class PromptMaker:
         images = images_of(image, chat.messages)
         text = self._render(chat)
         self._require_short([text], "messages")
-        return text, expanded_ids(encode, text, encode(text), image, len(images)), images
+        return text, expanded_ids(encode, text, encode(text), image, images), images
 
     def require_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise `ApiError` for ids that are not the model's, or too many."""

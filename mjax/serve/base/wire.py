@@ -24,13 +24,25 @@ Shown = dict[int, float]  # log-probabilities by token
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """How prompts have images: the tokens of one, its size in pixels, its channels and scale."""
+    """How prompts have images: the tokens of one, its size in pixels, its channels and scale.
+
+    bounds: of the sizes of images that keep their proportions (`Bounds`), each of whose units is a
+    token; `side` says nothing then. None: all are squares of `side`.
+    """
 
     tokens: tuple[int, ...]
     side: int
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    bounds: tuple[int, int, int] | None = None
+
+    def run(self, pixels: np.ndarray) -> list[int]:
+        """The ids of an image in a prompt."""
+        if self.bounds is None:
+            return [*self.tokens]
+        height, width = pixels.shape[:2]
+        return [*self.tokens] * (height * width // self.bounds[0] ** 2)
 
 
 @dataclass(frozen=True)

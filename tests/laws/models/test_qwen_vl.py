@@ -1,7 +1,10 @@
 """Laws of texts with packed images (Qwen-VL): rows, positions, packed texts, meshes, generation."""
 
 import io
+import json
 import sys
+import tarfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +19,7 @@ from mjax.data.multimodal.videos import cut_video, sampled_frames
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
 from mjax.models.towers.image_places import Grid, image_places, packed_row, text_places
-from mjax.prove import Cell, compare, deviation, holds
+from mjax.prove import FEATURES, Cell, compare, deviation, holds
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
 from tests.laws.models.frozen_tower import assert_tower_stays
@@ -213,6 +216,83 @@ def test_a_video_is_one_run_of_tokens_or_one_a_pair_of_frames_after_its_time():
     assert text == "".join(f"<{t} seconds><|vision_start|><|vision_end|>" for t in (0.2, 1.2))
 
 
+def films(folder, av, text: str = "<video>and <image>?") -> list[dict]:
+    """Samples with a video and a picture, with two videos, and with one that is broken."""
+    whole = Path(filmed(av, folder / "film.mp4")).read_bytes()
+    (picture,) = pictures(2)[1]["images"]
+    samples = [{"images": [picture], "videos": [whole], "prompt": text}]
+    samples += [{"images": [], "videos": [whole] * 2, "prompt": "<video><video>"}]
+    samples += [{"images": [], "videos": [whole[:200]], "prompt": "<video>"}]
+    return [sample | {"text": "yes"} for sample in samples]
+
+
+def write_films(folder, samples: list[dict], is_tar: bool) -> str:
+    """JSON lines or a tar file with these samples."""
+    files, lines = {}, []
+    for number, sample in enumerate(samples):
+        named = {"images": [], "videos": []}
+        for key, suffix in (("images", "png"), ("videos", "mp4")):
+            for content in sample[key]:
+                named[key].append(f"{number}.{len(files)}.{suffix}")
+                files[named[key][-1]] = content
+        facts = {key: sample[key] for key in ("prompt", "text")}
+        lines.append(json.dumps(facts | named))
+        if is_tar:
+            files[f"{number}.json"] = json.dumps(facts).encode()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if not is_tar:
+        (folder / "x.jsonl").write_text("\n".join(lines))
+        return str(folder / "x.jsonl")
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for name in files:
+            tar.add(folder / name, name)
+    return str(folder / "x.tar")
+
+
+FILMED = ["data.seq_length=256", "model.vision.max_patches=192"]
+
+
+@pytest.mark.parametrize("is_tar", [False, True])
+def test_videos_to_train_on_are_those_of_prompts(is_tar, tmp_path, caplog):
+    av = pytest.importorskip("av")
+    path = write_films(tmp_path, films(tmp_path, av), is_tar)
+    cfg = config(QWEN_VL, path, *FILMED)
+    data, vision = ImageTextDataset(path, "train", [1.0, 0, 0], None, cfg, BYTES), cfg.model.vision
+    batch = data.batch(np.arange(3))
+    assert sorted(batch["row_label"]) == [-1, 0, 0] and "give a video" in caplog.text
+    read = sampled_frames(str(tmp_path / "film.mp4"))
+    film = cut_video(*read, vision, BYTES, [0.5], [0.5])
+    for row in np.flatnonzero(batch["row_label"] >= 0):
+        ids = batch["tokens"][row]
+        count = (ids == 258).sum() // film.ids.count(258)
+        start = ids.tolist().index(film.ids[0])
+        assert count in (1, 2) and ids[start:][: len(film.ids)].tolist() == film.ids
+        answer = [chr(id) for id in batch["labels"][row][batch["loss_mask"][row] > 0] if id < 256]
+        assert "".join(answer) == "yes"
+        assert (batch["vision_features"][row][ids >= 257] >= 0).all()
+        assert (ids == 257).any() == (count == 1)
+        used = batch["patches"][row, 0][batch["patch_places"][row, :, 4] > 0]
+        pooled = {patch.tobytes() for patch in used}
+        assert all(patch.tobytes() in pooled for patches, _ in film.cut for patch in patches)
+
+
+def test_videos_that_do_not_fit_a_text_or_a_model_are_one_line(tmp_path):
+    av = pytest.importorskip("av")
+    path = write_films(tmp_path, films(tmp_path, av, "<image>"), is_tar=False)
+    for more, said in (
+        ([], "1 videos, and not as many <video> in its prompt"),
+        (["model.vision.video_token_id=null"], "videos, but the model reads none"),
+    ):
+        cfg = config(QWEN_VL, path, *FILMED, *more)
+        with pytest.raises(UserError, match=said):
+            ImageTextDataset(path, "train", [1.0, 0, 0], None, cfg, BYTES)
+    path = write_films(tmp_path, films(tmp_path, av), is_tar=False)
+    data = ImageTextDataset(path, "train", [1.0, 0, 0], None, config(QWEN_VL, path, *FILMED), BYTES)
+    with pytest.raises(UserError, match="data.images.packed: .* once it is decoded"):
+        PackedTexts(data, None)
+
+
 def test_without_pyav_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UserError, match=r"a.mp4: videos need .*; install mjax\[vision\]"):
@@ -223,6 +303,18 @@ def test_without_pyav_a_line_says_what_to_install(monkeypatch):
 def test_a_mesh_of_tp_pp_and_cp_equals_one_device():
     """The whole row is `python -m mjax.prove --features qwen-vl`."""
     record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), steps=2)
+    assert holds(record), record
+
+
+@exhaustive
+def test_a_tower_before_deltanet_is_equal_on_a_mesh():
+    """Qwen3.5: no DeepStack, part of a head turns, and documents reset the state."""
+    keys = [*FEATURES["gated deltanet"], "model.vision.deepstack_visual_indexes=[]"]
+    keys += ["model.vision.window_size=0"]
+    keys += ["model.attention.head_dim=16"]  # of which 4 pairs turn, as `mrope_section` says
+    text = "deltanet+mlp, full+mlp, deltanet+mlp"
+    keys += [f"model.layer_pattern='vision_2d+mlp*2, patch_merger, {text}'"]
+    record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), *keys, steps=2)
     assert holds(record), record
 
 

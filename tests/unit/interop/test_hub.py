@@ -16,10 +16,11 @@ from tokenizers.models import WordLevel
 from mjax import convert
 from mjax.checkpoint.base import hub as hub_module
 from mjax.checkpoint.base.companion_files import tokenizer_dir
-from mjax.checkpoint.base.hub import hub_name, model_folder, pinned
+from mjax.checkpoint.base.hub import hub_name, model_folder, pinned, with_hub_tokenizer
 from mjax.checkpoint.base.stored import read_record
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
+from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.generate.__main__ import main as generate
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
@@ -443,3 +444,19 @@ def test_the_variables_of_the_environment_count(hub, tmp_path):
     found = run("a", HF_HUB_OFFLINE="1")
     assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
     assert run("a").returncode == 0 and run("b", HF_HUB_OFFLINE="1").returncode == 0
+
+
+def test_a_tokenizer_of_the_hub_is_its_folder_without_weights(hub):
+    keys = ["data.text=a.txt", "data.tokenizer=org/tiny@main"]
+    cfg = with_hub_tokenizer(load(None, keys))
+    folder = Path(cfg.data.tokenizer)
+    assert load_tokenizer(folder).vocab_size == 2 and (folder / "chat_template.jinja").is_file()
+    assert not list(folder.glob("*.safetensors")) and with_hub_tokenizer(cfg) is cfg
+    hub.asked.clear()
+    for name in ("byte", "vocabularies/tokenizer.json"):
+        assert (
+            with_hub_tokenizer(load(None, [*keys, f"data.tokenizer={name}"])).data.tokenizer == name
+        )
+    assert not hub.asked
+    with pytest.raises(UserError, match="org/other: no such folder, and .* shows no such model"):
+        with_hub_tokenizer(load(None, [*keys, "data.tokenizer=org/other"]))

@@ -1,6 +1,8 @@
 """Commands that change a served model: adapters, other weights, embeddings."""
 
 import asyncio
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -8,8 +10,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 from mjax.checkpoint.base.source import array_source
+from mjax.data.multimodal.pictures import packed_prompt, patches_of_picture
 from mjax.errors import UserError
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
@@ -19,14 +23,17 @@ from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
+from mjax.serve.api.images import expanded_ids, images_of
 from mjax.serve.base.engines import Engines
 from mjax.serve.engine_server import in_thread
 from mjax.serve.loading import ServedModel
 from mjax.serve.options import ServeOptions
+from mjax.serve.protocol.chat_request import Message, MessagePart
+from mjax.serve.protocol.errors import ApiError
 from tests.adapters import drawn_adapters
 from tests.laws.serving.tiny import tiny_model
 from tests.marks import slow
-from tests.unit.infer.test_whole_prompts import encoder_decoder, llava
+from tests.unit.infer.test_whole_prompts import encoder_decoder, llava, qwen_vl
 
 SIZES = {"tokenizer": "byte", "max_num_seqs": 2, "max_num_prefill_tokens": 16}
 BERT = {
@@ -199,3 +206,42 @@ def test_prompts_with_images_and_those_that_an_encoder_reads(make, tmp_path, mon
     assert facts.has_images == (make is llava) == (facts.image is not None)
     if make is llava:
         assert (len(facts.image.tokens), facts.image.side, facts.image.channels) == (4, 8, 3)
+
+
+@slow
+def test_messages_with_pictures_of_any_size_say_what_the_engine_says(tmp_path, monkeypatch):
+    """By a template that writes the token of an image itself, as Qwen's do."""
+    (definition, params, cfg), _, _ = qwen_vl()
+    loaded = Pretrained(cfg, definition, params, None, None)
+    monkeypatch.setattr("mjax.serve.loading.source_of", lambda path: loaded)
+    monkeypatch.setattr("mjax.infer.llm.from_pretrained", lambda path, **named: loaded)
+    sizes = {**SIZES, "max_num_prefill_tokens": 64, "dtype": "float32"}
+    model = ServedModel(ServeOptions(str(tmp_path), "m", engine=sizes, warm_up=False))
+    files, rng = [], np.random.default_rng(1)
+    for size in ((9, 20, 3), (24, 8, 3)):
+        files.append(io.BytesIO())
+        Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(files[-1], "PNG")
+    encoded = [file.getvalue() for file in files]
+    vision, before = cfg.vision, [5, cfg.vision.image_token_id, 3, cfg.vision.image_token_id, 9]
+    image = model.facts.image
+    cut = [patches_of_picture(each, vision, image.mean, image.std) for each in encoded]
+    prompt, packed = packed_prompt(before, cut, vision)
+    request = model.engine.add(prompt, PARAMS, items={"vision": packed})
+    while model.engine.has_work:
+        model.engine.step()
+    urls = [f"data:image/png;base64,{base64.b64encode(each).decode()}" for each in encoded]
+    parts = [MessagePart(type="image_url", image_url=url) for url in urls]
+    pixels = images_of(image, [Message(role="user", content=parts)])
+    ids = expanded_ids(lambda text: [1], "no mark", before, image, pixels)
+    assert ids == prompt
+    with pytest.raises(ApiError, match="stands for an image"):
+        expanded_ids(lambda text: [1], "no mark", before, image, pixels[:1])
+
+    async def serve(engines):
+        for wrong in (pixels[::-1], pixels[:1], [pixels[0]] * 9):  # other sizes, numbers, too many
+            with pytest.raises(UserError, match="that stand for|patches"):
+                await anext(engines.generate(ids, PARAMS, request_id="y", images=wrong))
+        stream = engines.generate(ids, PARAMS, request_id="x", images=pixels)
+        return [token async for piece in stream for token in piece.token_ids]
+
+    assert run(model, serve) == request.output.outputs[0].token_ids

@@ -23,7 +23,7 @@ from mjax.interop.coded import quantization
 from mjax.interop.huggingface.families.family import Family, Slot, SlotsByPath
 from mjax.interop.huggingface.families.parts import say_unused
 from mjax.interop.huggingface.families.table import FAMILIES
-from mjax.interop.huggingface.families.unread_keys import require_known, text_of
+from mjax.interop.huggingface.families.unread_keys import read_of, require_known
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 # The weight of the balance loss.
@@ -58,7 +58,7 @@ def _model_of(config: dict) -> ModelConfig:
     quantization.weight_blocks(config)  # refuses codes that are not read
     if quantization.has_static_scales(config):
         say_unused("quantization_config has static scales, which are for servers: not used")
-    config = {k: v for k, v in text_of(config).items() if k not in quantization.KEYS_OF_CODES}
+    config = {k: v for k, v in read_of(config).items() if k not in quantization.KEYS_OF_CODES}
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(

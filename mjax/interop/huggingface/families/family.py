@@ -256,7 +256,8 @@ class Family:
 
 # ---- experts that files have stacked or apart ----------------------------------------------------
 
-_APART = re.compile(r"((?:mtp\.)?layers\.\d+\.mlp\.experts\.)0\.down_proj\.weight$")
+_STACKED = re.compile(r"(?:mtp\.)?layers\.\d+\.mlp\.experts\.")
+_APART = re.compile(rf"({_STACKED.pattern})0\.down_proj\.weight$")
 
 
 def expert_apart(slot: Slot) -> Slot:
@@ -275,7 +276,7 @@ def experts_as_in(slots: SlotsByPath, names: Collection[str]) -> SlotsByPath:
     apart = {found[1] for name in names if (found := _APART.search(name))}
 
     def place(slot: Slot) -> Slot:
-        layer = slot.tensor.removeprefix("model.").rpartition(".")[0] + "."
-        return expert_apart(slot) if layer in apart else slot
+        layer = _STACKED.search(slot.tensor)
+        return expert_apart(slot) if layer and layer[0] in apart else slot
 
     return changed(slots, place) if apart else slots

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: rows of the table of families, with their towers.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: rows of the table of families, with their towers.
 
 A config.json has the sizes of the text in `text_config`, or beside `vision_config` in older files.
 Files hold the tower under `visual.` and number the text's layers apart. Ours are one list: the
@@ -14,6 +14,7 @@ from mjax.config.languages.layer_pattern import expand, of_tower, pattern_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.family import Family, experts_stacked, inputs_first
+from mjax.interop.huggingface.families.hybrids import HYBRIDS
 from mjax.interop.huggingface.families.parts import (
     ACTIVATIONS,
     Part,
@@ -44,9 +45,9 @@ _SIZES |= {"num_heads": "vision.num_attention_heads", "in_channels": "vision.num
 _MOST_PATCHES = 16384  # of a text's images, unless the config of a run says so
 
 
-def mrope(theta: float, section: Sequence[int], interleaved: bool) -> Part:
-    """Rotary positions by sections; `section` where a config.json has none."""
-    plain = rope(theta)
+def mrope(section: Sequence[int], interleaved: bool) -> Part:
+    """The sections of rotary positions. `section`: where a config.json has none. Reads before
+    `rope`."""
 
     def read(config: dict) -> dict:
         sections, turns = None, None
@@ -62,15 +63,12 @@ def mrope(theta: float, section: Sequence[int], interleaved: bool) -> Part:
         if bool(turns if turns is not None else interleaved) != interleaved:
             raise UserError(f"config.json: mrope_interleaved={turns!r} is not supported")
         sections = list(sections or section)
-        fields = {"rope.mrope_section": sections, "rope.mrope_interleaved": interleaved}
-        return plain.read(config) | fields
+        return {"rope.mrope_section": sections, "rope.mrope_interleaved": interleaved}
 
     def write(cfg: ModelConfig) -> dict:
-        out = plain.write(cfg)
-        scaling = out["rope_scaling"] or {"rope_type": "default"}
+        scaling = rope().write(cfg)["rope_scaling"] or {"rope_type": "default"}
         scaling = scaling | {"mrope_section": cfg.rope.mrope_section}
-        more = {"mrope_interleaved": True} if interleaved else {}
-        return out | {"rope_scaling": scaling | more}
+        return {"rope_scaling": scaling | ({"mrope_interleaved": True} if interleaved else {})}
 
     return Part(read, write)
 
@@ -79,7 +77,8 @@ def mrope(theta: float, section: Sequence[int], interleaved: bool) -> Part:
 class _TextAndTower:
     """A family: the parts of its text's config, and what a config of its tower leaves out.
 
-    act: of the tower. own: keys of the tower besides those of all, by ours.
+    act: of the tower. own: keys of the tower besides those of all, by ours. ids: those that stand
+    for images and videos, where a config.json has none.
     """
 
     name: str
@@ -87,6 +86,7 @@ class _TextAndTower:
     defaults: dict[str, object]
     act: str
     own: dict[str, str] = field(default_factory=dict)
+    ids: tuple[int, int] = (151655, 151656)
 
     @property
     def sizes(self) -> Part:
@@ -101,8 +101,8 @@ def _both(kind: _TextAndTower) -> Part:
         text = dict(take(config, "text_config", {}))
         tied = config.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)
         ids = {
-            "vision.image_token_id": take(config, "image_token_id", 151655),
-            "vision.video_token_id": take(config, "video_token_id", 151656),
+            "vision.image_token_id": take(config, "image_token_id", kind.ids[0]),
+            "vision.video_token_id": take(config, "video_token_id", kind.ids[1]),
         }
         only(text, "model_type", f"{kind.name}_text", kind.name)
         config |= text
@@ -112,7 +112,7 @@ def _both(kind: _TextAndTower) -> Part:
             fields |= part.read(config)
         of_text = expand(fields["layer_pattern"], fields["num_hidden_layers"])
         only(vision, "out_hidden_size", fields["hidden_size"])
-        fields |= ids
+        fields |= ids | {"num_nextn_predict_layers": 0}  # those of a file are kept aside
         tower = _layers_of_tower(kind, vision, fields)
         config |= vision  # what is left is judged with the rest
         deep = fields.get("vision.deepstack_visual_indexes", [])
@@ -145,6 +145,8 @@ def _layers_of_tower(kind: _TextAndTower, vision: dict, fields: dict) -> list[st
     only(vision, "spatial_merge_size", 2)
     only(vision, "temporal_patch_size", 2)
     only(vision, "hidden_act", kind.act)
+    if "deepstack_visual_indexes" not in kind.defaults:
+        only(vision, "deepstack_visual_indexes", [])
     depth = take(vision, "depth", kind.defaults["depth"])
     fields |= kind.sizes.read(vision)
     full = vision.pop("fullatt_block_indexes", None)
@@ -183,7 +185,8 @@ def _require_sizes(fields: dict, deep: list[int], depth: int, layers: int) -> No
             "heads whose channels are a multiple of 4"
         )
     own = fields.get("attention.head_dim")
-    pairs = (own or fields["hidden_size"] // fields["attention.num_attention_heads"]) // 2
+    head = own or fields["hidden_size"] // fields["attention.num_attention_heads"]
+    pairs = int(head * fields.get("rope.partial_rotary_factor", 1)) // 2
     sections = fields["rope.mrope_section"]
     if len(sections) != 3 or sum(sections) != pairs:
         raise UserError(f"config.json: mrope_section={sections} is not three of {pairs} pairs")
@@ -270,7 +273,8 @@ _QWEN2_5 = _TextAndTower(
         ignored("layer_types", "max_window_layers", "sliding_window"),
         required(use_sliding_window=False),
         shape(_ACT, **_QWEN2_5_TEXT),
-        mrope(1e6, (16, 24, 24), interleaved=False),
+        mrope((16, 24, 24), interleaved=False),
+        rope(1e6),
         biases(True, out=False),
     ),
     defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
@@ -285,9 +289,10 @@ _QWEN3_TEXT |= {"max_position_embeddings": 128000, "head_dim": 128}
 _QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 _QWEN3_TOWER |= {"in_channels": 3, "patch_size": 16, "num_position_embeddings": 2304}
 _QWEN3_TOWER |= {"deepstack_visual_indexes": [8, 16, 24]}
+_QWEN3_SECTIONS = mrope((24, 20, 20), interleaved=True)
 _QWEN3 = _TextAndTower(
     name="qwen3_vl",
-    text=(shape(_ACT, **_QWEN3_TEXT), mrope(5e5, (24, 20, 20), interleaved=True), biases()),
+    text=(_QWEN3_SECTIONS, shape(_ACT, **_QWEN3_TEXT), rope(5e5), biases()),
     defaults=_QWEN3_TOWER,
     act="gelu_pytorch_tanh",
     own=alike("deepstack_visual_indexes", "vision."),
@@ -304,8 +309,9 @@ _QWEN3_SPARSE = replace(
         required(norm_topk_prob=True),
         expert_layers(window_of_all, typed=False),
         experts("num_experts", **_MOE_KEYS),
+        _QWEN3_SECTIONS,
         shape(_ACT, **_QWEN3_SPARSE_TEXT),
-        mrope(5e5, (24, 20, 20), interleaved=True),
+        rope(5e5),
         biases(),
     ),
 )
@@ -322,6 +328,27 @@ _QWEN3_FIXED = _OF_ALL | {
     "vision.hidden_act": ACTIVATIONS["gelu_pytorch_tanh"],
     "vision.min_pixels": 65536,
 }
+
+
+def _around(text: str) -> Family:
+    """Qwen3.5: its text's row of the table, with Qwen3-VL's tower and no DeepStack."""
+    of_text, name = HYBRIDS[text], text.removesuffix("_text")
+    kind = _TextAndTower(
+        name=name,
+        text=(mrope((11, 11, 10), interleaved=True), *of_text.parts),
+        defaults={k: v for k, v in _QWEN3_TOWER.items() if k != "deepstack_visual_indexes"},
+        act=_QWEN3.act,
+        ids=(248056, 248057),
+    )
+    return replace(
+        of_text,
+        architecture=of_text.architecture.replace("CausalLM", "ConditionalGeneration"),
+        parts=(ignored(*_OF_TEXT), _both(kind)),
+        fixed=_QWEN3_FIXED | of_text.fixed,
+        fused=_FUSED | of_text.fused,
+        name_of=_QWEN3_NAMES.name_of,
+    )
+
 
 QWEN_VL: dict[str, Family] = {
     "qwen2_5_vl": Family.of(
@@ -356,4 +383,6 @@ QWEN_VL: dict[str, Family] = {
         name_of=_QWEN3_NAMES.name_of,
         layouts={"expert_matrix": experts_stacked(inputs_first)},
     ),
+    "qwen3_5": _around("qwen3_5_text"),
+    "qwen3_5_moe": _around("qwen3_5_moe_text"),
 }

@@ -136,10 +136,17 @@ _TEXTS = {
     "video_llava": ("llama", False),
     "vipllava": ("llama", False),
 }
+# Of these the tower is built, too.
+_READ_WHOLE = "qwen3_5", "qwen3_5_moe"
+
+
+def read_of(config: dict) -> dict:
+    """The config of what is read of a file where nothing else is asked for."""
+    return config if config.get("model_type") in _READ_WHOLE else text_of(config)
 
 
 def text_of(config: dict) -> dict:
-    """The config of the text, of a model whose towers mjax does not build; else `config` itself."""
+    """The config of the text of a model that can be read without its towers; else `config`."""
     name = config.get("model_type")
     is_pixtral = name == "llava" and _kind(config.get("vision_config")) == "pixtral"
     if not isinstance(config.get("text_config"), dict) or not (name in _TEXTS or is_pixtral):
