@@ -16,8 +16,7 @@ from pathlib import Path
 
 from mjax.config.languages.paths import as_path
 from mjax.errors import UserError
-
-PACKAGE = Path(__file__).parent
+from mjax.files import PACKAGE
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):

@@ -58,7 +58,7 @@ def trace(
     for i, kind in enumerate(model.kinds):
         definition, weights = stacks[stack_of(kind)]
         block = definition.bind(jax.tree.map(lambda w: w[rows[i]], weights))  # noqa: B023
-        here = replace(ctx, probe=Probe(see=lambda name, x: see(_of_layer(i, name), x)))  # noqa: B023
+        here = replace(ctx, probe=Probe(see=lambda name, x: see(_activation_name(i, name), x)))  # noqa: B023
         x = block(x, info, here, kind=kind, rope=rope, layer=i).y
         x = see(f"layers.{i}", x)
     x = see("final_norm", model.normed(x))
@@ -71,7 +71,7 @@ def trace(
     return model.logits(x), kept
 
 
-def _of_layer(layer: int, name: str) -> str:
+def _activation_name(layer: int, name: str) -> str:
     """The name of an activation of a layer, from that within a block."""
     group, _, last = name.rpartition(".")
     return f"{group or 'layers'}.{layer}.{last}"

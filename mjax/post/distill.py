@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # they import jax
     from mjax.run.batches import RunBatches
     from mjax.train.trainer import Trainer
 
-LEARNING_RATE = 1e-4
-ABOUT = f"""
+DISTILL_RATE = 1e-4
+DISTILL_DEFAULTS = f"""
 Keys that are not set have the defaults of mjax sft, but for
   train.objective           distill
-  schedule.lr               {LEARNING_RATE:g}
+  schedule.lr               {DISTILL_RATE:g}
   data.tokenizer            without checkpoint.init_from the teacher's
 docs/train/distillation.md has the loss; mjax prune makes a student of a teacher.
 """
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog=program("post.distill"),
         description="Train a student on the distributions of a teacher.",
-        epilog=ABOUT,
+        epilog=DISTILL_DEFAULTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "write the teacher's likeliest tokens of all samples for distill.stored, and exit"
@@ -53,7 +53,7 @@ def _with_teacher(trainer: "Trainer", record: dict) -> "RunBatches":
 def distill_defaults(tree: dict) -> dict:
     """Values for the keys that `tree`, as yet unchecked, does not set."""
     found = sft_defaults(tree)
-    found["schedule"]["lr"] = LEARNING_RATE
+    found["schedule"]["lr"] = DISTILL_RATE
     found["train"]["objective"] = "distill"
     keys = tree.get("distill")
     teacher = keys.get("teacher") if isinstance(keys, dict) else None

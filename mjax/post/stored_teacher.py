@@ -23,7 +23,7 @@ from mjax.json_file import read_json
 from mjax.objectives.fields import HostBatch
 from mjax.run.batches import BatchStream, DatasetStream, RowsOf, RunBatches
 
-RECORD = "teacher.json"
+TEACHER_RECORD = "teacher.json"
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 
 
@@ -36,10 +36,10 @@ class TeacherStore:
     @cached_property
     def record(self) -> dict:
         """{"top": K, "temperature", "vocab_size", "teacher"}."""
-        found = read_json(self.folder / RECORD, missing={})
+        found = read_json(self.folder / TEACHER_RECORD, missing={})
         if not {"top", "temperature", "vocab_size"} <= found.keys():
             raise UserError(
-                f"{self.folder}: there is no {RECORD} of a teacher; write the folder with "
+                f"{self.folder}: there is no {TEACHER_RECORD} of a teacher; write the folder with "
                 "mjax distill --write"
             )
         return found
@@ -145,11 +145,11 @@ def with_stored_teacher(batches: RunBatches, store: TeacherStore) -> RunBatches:
 def write_record(folder: Path, record: dict) -> TeacherStore:
     """A store to write to, new or of the same teacher. Raises `UserError` for another one's."""
     store = TeacherStore(folder)
-    if (folder / RECORD).exists() and store.record != record:
+    if (folder / TEACHER_RECORD).exists() and store.record != record:
         raise UserError(f"{folder} was written by another teacher or setting; name a new folder")
     if jax.process_count() > 1:
         raise UserError("mjax distill --write runs in one process; start one, on all its devices")
     with or_user_error(f"{folder}: cannot be written: {{reason}}"):
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / RECORD, json.dumps(record, indent=1))
+        replace_text(folder / TEACHER_RECORD, json.dumps(record, indent=1))
     return store

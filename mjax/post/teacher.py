@@ -38,8 +38,6 @@ from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, split_batch
 from mjax.train.trainer import Trainer
 
-Tree = Any  # arrays, or a tuple of them
-
 
 def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
     """The batches of `from_config`, with fields that the teacher computes.
@@ -126,9 +124,9 @@ def teacher_field(teacher: Role) -> RoleField:
     return compute
 
 
-def of_each_token(
-    program: Program, state: State, batch: Batch, read: Callable[[Decoder, jax.Array], Tree]
-) -> Tree:
+def from_each_token(
+    program: Program, state: State, batch: Batch, read: Callable[[Decoder, jax.Array], Any]
+) -> Any:
     """Arrays [b, S/cp, ...] of a batch, read from activations after the final norm, [b', S/tp, D].
 
     Without dropout, a micro-batch at a time.
@@ -138,7 +136,7 @@ def of_each_token(
     weights = model.load(state["params"], state.get("buffers", {}))
     edges = model.edges(weights)
 
-    def of_micro_batch(micro_batch: Batch) -> Tree:
+    def of_micro_batch(micro_batch: Batch) -> Any:
         tokens = model.tokens(micro_batch, None)
         x = model.embed(weights, micro_batch, tokens)
         x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
@@ -154,7 +152,7 @@ def placed_hidden_states(program: Program, state: State, batch: Batch) -> jax.Ar
     def read(edges: Decoder, x: jax.Array) -> jax.Array:
         return program.parallel.gather_seq(edges.head_input(x))
 
-    return of_each_token(program, state, batch, read)
+    return from_each_token(program, state, batch, read)
 
 
 def placed_top_log_probs(
@@ -166,7 +164,7 @@ def placed_top_log_probs(
     def read(edges: Decoder, x: jax.Array) -> TopLogProbs:
         return edges.top_log_probs(x, most, ctx)
 
-    return of_each_token(program, state, batch, read)
+    return from_each_token(program, state, batch, read)
 
 
 @functools.cache
