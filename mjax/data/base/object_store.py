@@ -176,9 +176,9 @@ def read_range(found: StoredObject, begin: int, size: int) -> bytes:
 
 
 def require_unchanged(found: StoredObject) -> None:
-    """Raise `UserError` if an object is not the one that was found."""
+    """Raise `UserError` if an object is not the one that was found, by two looks at it."""
     now = look_at(found.address)
-    if now != found:
+    if now != found and (now := look_at(found.address)) != found:
         raise UserError(
             f"{found.address}: changed while it was read, from {found.size} bytes to {now.size}; "
             "leave objects as they are while runs read them, and start again"

@@ -46,7 +46,7 @@ def drawn(sizes, schedule, count, seed):
     return list(zip(data.dataset_index.tolist(), numbers, strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schedules(), st.data())
 def test_every_sample_once_an_epoch_and_the_past_never_changes(case, data):
     sizes, schedule, count, seed = case

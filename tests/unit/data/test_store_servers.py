@@ -1,6 +1,7 @@
 """Laws of stores behind servers: S3's protocol from moto, Google's from a small one of ours.
 
-They need packages that CI may lack: `pip install 'mjax[stores-test]'`.
+They need packages that CI may lack: `pip install 'mjax[stores-test]'`. All cases are run by
+`pytest -m 'slow or exhaustive' tests/unit/data/test_store_servers.py`.
 """
 
 import json
@@ -15,6 +16,7 @@ from mjax.checkpoint.base.mirror import Mirror, fetched_weights
 from mjax.data.base import object_store
 from mjax.data.base.documents import document_text, expand_paths, read_documents
 from mjax.errors import UserError
+from tests.marks import slow
 from tests.store_servers import (
     cut_body,
     faulty_proxy,
@@ -28,6 +30,7 @@ from tests.store_servers import (
     trickle,
 )
 
+pytestmark = slow
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks Google itself
 TEXT = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(50))
 
