@@ -6,6 +6,7 @@ line and never the run. A resumed run goes on under the identity that its folder
 a function that opens it, a key of `LogConfig`, a row of `TRACKERS`.
 """
 
+import logging
 import os
 import time
 import uuid
@@ -111,6 +112,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
     import mlflow
     from mlflow.entities import Metric, Param
 
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it would say each try
     address = os.environ.get("MLFLOW_TRACKING_URI")
     if not address:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it asks for that
@@ -192,5 +194,6 @@ class TrackerRecords:
 
 
 def _scalars(record: dict) -> dict[str, float]:
-    """The numbers of a record but for the step."""
-    return {name: v for name, v in record.items() if isinstance(v, int | float) and name != "step"}
+    """The numbers of a record; trackers have a step and a time of their own."""
+    known = {name: v for name, v in record.items() if isinstance(v, int | float)}
+    return {name: v for name, v in known.items() if name not in ("step", "time")}

@@ -90,6 +90,7 @@ def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
     titles = re.findall(r"<h3>(.*?)<", text)
     for title in ("Training loss", "Held-out loss", "Gradient norm", "Throughput", "Events"):
         assert title in titles
+    assert "Goodput" in titles and re.search(r"Where the time went.*in repeated steps", text)
     assert "optimizer.weight_decay" in text and "resumed from" in text
 
     page = tmp_path / "counted.html"

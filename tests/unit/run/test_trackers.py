@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.run.monitor import trackers
 from mjax.run.monitor.trackers import TrackedRun, TrackerRecords, require_trackers, tracker_writers
 
-RECORD = {"loss": 0.5, "mfu": None, "loads": [1.0, 2.0]}
+RECORD = {"loss": 0.5, "mfu": None, "loads": [1.0, 2.0], "time": 9.0}
 
 
 def tracked(folder, start, *keys):
