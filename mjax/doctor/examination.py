@@ -55,7 +55,7 @@ class Examination:
         slowest = min(device.tflops for device in self.devices)
         return (
             f"{len(self.devices)} x {self.devices[0].kind}, the slowest {slowest:g} TFLOP/s, "
-            f"all-reduce {self.all_reduce_gb_per_s or '-'} GB/s, {self.free_disk_gb:g} GB of disk free"
+            f"all-reduce {self.all_reduce_gb_per_s or '-'} GB/s, {self.free_disk_gb:g} GB free"
         )
 
 
