@@ -18,7 +18,7 @@ from mjax.doctor import clashes, host
 from mjax.errors import UserError, first_line, program, run_cli
 
 LEAST_DISK_GB = 2.0  # that the command asks for; a run asks for what its checkpoint takes
-MOST_ROWS = 16  # devices shown; of more, the slowest
+MOST_ROWS = 16  # devices shown, the slowest first
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def show_examination(found: Mapping) -> None:
     """Print an examination on one screen."""
     console = Console(highlight=False)
     console.print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
-    if "devices" in found:
+    if "devices" in found:  # else JAX did not start
         _show_speeds(console, found)
     for kind, style in (("note", "yellow"), ("problem", "red")):
         for line in found[f"{kind}s"]:
@@ -71,11 +71,7 @@ def show_examination(found: Mapping) -> None:
 
 def _show_speeds(console: Console, found: Mapping) -> None:
     table = Table("device", "kind", "bf16 TFLOP/s", box=None, pad_edge=False)
-    devices = found["devices"]
-    if len(devices) > MOST_ROWS:
-        table.caption = f"the {MOST_ROWS} slowest of {len(devices)}"
-        devices = sorted(devices, key=lambda device: device["tflops"])[:MOST_ROWS]
-    for device in devices:
+    for device in sorted(found["devices"], key=lambda device: device["tflops"])[:MOST_ROWS]:
         table.add_row(device["name"], device["kind"], f"{device['tflops']:g}")
     console.print(table)
     link, disk = found["all_reduce_gb_per_s"], found["free_disk_gb"]

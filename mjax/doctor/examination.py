@@ -24,7 +24,8 @@ LEAST_OF_MEDIAN = 0.9  # of the median of GPUs of its kind: below it a GPU is sl
 LEAST_OF_PEAK = 0.35  # of the data sheet's rate, of which large matmuls reach 0.6 to 0.8
 LEAST_OF_LINK = 0.1  # of the data sheet's bandwidth between GPUs of a node
 MEMORY_GB = 2.0  # free on a host, or a run ends as it starts
-LATE = 120  # seconds after which a line says what is waited for
+LATE = 120  # seconds after which a line is said
+LATE_LINE = f"mjax: doctor: no result in {LATE} s; NCCL_DEBUG=INFO says what it waits for"
 MOST_TEXT = 1 << 14  # bytes of the results of a process
 
 
@@ -51,12 +52,11 @@ class Examination:
 
     def summary(self) -> str:
         """Return one line for the log of a run."""
-        rates = sorted(device.tflops for device in self.devices)
-        parts = [f"{len(rates)} x {self.devices[0].kind}", f"{rates[0]:g} to {rates[-1]:g} TFLOP/s"]
-        if self.all_reduce_gb_per_s is not None:
-            parts.append(f"all-reduce {self.all_reduce_gb_per_s:g} GB/s")
-        parts.append(f"{self.free_disk_gb:g} GB of disk free, {self.free_memory_gb:g} of memory")
-        return ", ".join(parts)
+        slowest = min(device.tflops for device in self.devices)
+        return (
+            f"{len(self.devices)} x {self.devices[0].kind}, the slowest {slowest:g} TFLOP/s, "
+            f"all-reduce {self.all_reduce_gb_per_s or '-'} GB/s, {self.free_disk_gb:g} GB free"
+        )
 
 
 def examine_machine(folder: Path, needed_gb: float) -> Examination:
@@ -64,7 +64,7 @@ def examine_machine(folder: Path, needed_gb: float) -> Examination:
 
     folder, needed_gb: where a run would save, and how much.
     """
-    late = threading.Timer(LATE, _say_that_it_waits)
+    late = threading.Timer(LATE, print, [LATE_LINE], {"file": sys.stderr, "flush": True})
     late.daemon = True
     late.start()
     found = clashes.installed()
@@ -82,11 +82,6 @@ def examine_machine(folder: Path, needed_gb: float) -> Examination:
         problems=[*problems, *slow_devices(devices)],
         notes=[*clashes.notes_of(found), *notes_of_speeds(devices, bandwidth)],
     )
-
-
-def _say_that_it_waits() -> None:
-    line = f"doctor: no result in {LATE} s; NCCL_DEBUG=INFO says which link or process it waits for"
-    print(f"mjax: {line}", file=sys.stderr, flush=True)
 
 
 def _of_this_process(found: clashes.Installed, folder: Path, needed_gb: float) -> dict:

@@ -193,6 +193,7 @@ def run(command: str, folder: Path, **env: str) -> str:
 
 
 @exhaustive
+@pytest.mark.timeout(3600)  # gigabytes of wheels
 def test_the_steps_of_the_image_run_without_docker(tmp_path):
     """All of them but the packages of the system, with another root in place of /opt."""
     at, env = tmp_path, {"PATH": os.environ["PATH"]}
