@@ -33,7 +33,8 @@ def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
             fields.append(partial(_field, "ref_log_probs", reference, kind))
     if objective.reads_kl:
         require_no_pipeline(trainer, "preference.loss_type=kto")
-        fields.append(partial(_field, "kl", Role("policy", trainer, frozen=False), MISMATCHED))
+        policy = Role("policy", trainer, frozen=False)
+        trainer.live_role_fields = RoleFields((partial(_field, "kl", policy, MISMATCHED),))
     trainer.role_fields = RoleFields(tuple(fields))
     return batches
 

@@ -97,8 +97,10 @@ class Trainer:
         types = cfg.model.bert.type_vocab_size
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
-        # Computes fields of a placed batch that it was given without (`post/roles.py`).
+        # Compute fields of a batch that it was given without (`post/roles.py`): those of frozen
+        # roles when it is placed, maybe steps ahead; those of live weights when it is used.
         self.role_fields: Callable[[Batch], Batch] = no_fields
+        self.live_role_fields: Callable[[Batch], Batch] = no_fields
         self.state: steps.State | None = None
         self.step_number = 0
         self.rates = StepRates(cfg)
@@ -195,6 +197,7 @@ class Trainer:
         """
         given: Any = batch
         placed = given if isinstance(given.get("rows"), jax.Array) else self.place(given)
+        placed = placed | self.live_role_fields(placed)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program(steps.TRAIN, placed)
         if not isinstance(is_open, jax.Array):
@@ -209,7 +212,7 @@ class Trainer:
 
     def norms(self, batch: HostBatch) -> Norms:
         """The norms of the step that `step` would do on this batch; the state stays."""
-        placed = self.place(batch)
+        placed = self._place_for_use(batch)
         rates = self.rates.of_step(self.step_number)
         return self._program(NORMS, placed)(self._live(), placed, *rates)
 
@@ -245,7 +248,7 @@ class Trainer:
 
         The weights are the state without moments (`Partitions.weights`).
         """
-        return self.run_placed(kind, self.place(batch), self.weights(), *more)
+        return self.run_placed(kind, self._place_for_use(batch), self.weights(), *more)
 
     def run_placed(self, kind: ProgramKind, placed: Batch, weights: dict, *more: object) -> object:
         """`run_program` on a placed batch, with weights of whatever role."""
@@ -267,13 +270,17 @@ class Trainer:
         awaited = [n for n in self.objective.fields if self.placer.is_left_to_roles(n, batch)]
         if not awaited:
             return placed
-        computed = self.role_fields(placed)
-        if missing := [name for name in awaited if name not in computed]:
+        if self.role_fields is no_fields and self.live_role_fields is no_fields:
             raise UserError(
-                f"batch: {', '.join(missing)} is computed by a role, which this command has none "
+                f"batch: {', '.join(awaited)} is computed by a role, which this command has none "
                 "of; train with mjax preference"
             )
-        return placed | computed
+        return placed | self.role_fields(placed)
+
+    def _place_for_use(self, batch: HostBatch) -> Batch:
+        """The batch on the devices, for a program that reads the weights as they are now."""
+        placed = self.place(batch)
+        return placed | self.live_role_fields(placed)
 
     def _program(self, kind: ProgramKind, batch: Batch) -> jax.stages.Wrapped:
         """The program of this kind for batches like `batch`."""
