@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -77,8 +78,13 @@ def _model_of(config: dict) -> ModelConfig:
 
 def _is_scored(config: dict, family: Family) -> bool:
     """Whether a decoder has a head of scores in place of its vocabulary's."""
-    scored = family.architecture.replace("ForCausalLM", SCORED)
+    scored = _scored_class(family)
     return scored != family.architecture and config.get("architectures") == [scored]
+
+
+def _scored_class(family: Family) -> str:
+    """The class of a decoder with scores; that of the family where it is no decoder."""
+    return re.sub("(ForCausalLM|LMHeadModel)$", SCORED, family.architecture)
 
 
 def config_of_folder(config: dict) -> ModelConfig:
@@ -119,8 +125,7 @@ def _written_config(name: str, cfg: ModelConfig) -> dict:
     family = FAMILIES[name]
     config: dict = {"architectures": [family.architecture], "model_type": name}
     if cfg.num_labels:
-        scored = family.architecture.replace("ForCausalLM", SCORED)
-        config |= {"architectures": [scored], "num_labels": cfg.num_labels}
+        config |= {"architectures": [_scored_class(family)], "num_labels": cfg.num_labels}
     for part in reversed(family.parts):  # what reads first has the last word
         config |= part.write(cfg)
     return config
