@@ -89,9 +89,9 @@ def _run_module(module: str) -> int | None:
     try:
         return importlib.import_module(module).main()
     except (ImportError, OSError, RuntimeError) as e:
-        from mjax.doctor.clashes import explained
+        from mjax.doctor.clashes import line_on_error
 
-        if line := explained(e):
+        if line := line_on_error(e):
             raise UserError(line) from e
         raise
 

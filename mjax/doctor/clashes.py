@@ -113,7 +113,7 @@ SAID = re.compile(
 )
 
 
-def explained(error: BaseException) -> str:
+def line_on_error(error: BaseException) -> str:
     """Return a line on the clash that another library's error comes from, or ""."""
     if not SAID.search(str(error)):
         return ""

@@ -19,7 +19,7 @@ from mjax.errors import UserError
 from mjax.interop.pretrained import Pretrained
 from mjax.models import Definition
 
-ROWS = 8  # scored at once
+ROWS_SCORED = 8  # scored at once
 
 
 class KnownTask(NamedTuple):
@@ -87,7 +87,7 @@ def tasks_of(cfg: Config, definition: Definition, mesh: Mesh) -> TaskScores | No
     tasks = [(known_task(name, managers), limit) for name, limit in wanted]
     tokenizer = load_tokenizer(_tokenizer_path(cfg))
     model = Pretrained(cfg.model, definition, {}, mesh, None)
-    adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS)
+    adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS_SCORED)
     return TaskScores(adapter, tasks)
 
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mjax.config.schema.checkpoint import CheckpointConfig
 from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.lora import LoraConfig
-from mjax.config.schema.run import CheckpointConfig, Config
+from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
 from mjax.kernels.loss.log_probs import TopLogProbs

@@ -24,7 +24,7 @@ from mjax.run.faults.supervisor import RESTART_NOTE
 from mjax.run.faults.suspect import Figures, Judge, Suspects
 from mjax.run.faults.watchdog import Watchdog
 from mjax.run.monitor import metrics
-from mjax.run.monitor.device_speed import DeviceSpeed
+from mjax.run.monitor.device_speed import SlowDeviceWatch
 from mjax.run.monitor.diagnostics import Diagnostics
 from mjax.run.monitor.goodput import GOODPUT_FILE, WallTime
 from mjax.run.monitor.host_time import HostTime
@@ -72,7 +72,7 @@ class TrainingRun:
     watchdog: Watchdog
     profiler: Profiler
     wall: WallTime
-    devices: DeviceSpeed
+    devices: SlowDeviceWatch
     held_out: HeldOut | None = None
     test: BatchStream | None = None
     samples: Samples | None = None
@@ -150,7 +150,7 @@ def start_run(
         last=last,
         watchdog=watchdog,
         wall=wall,
-        devices=DeviceSpeed(cfg.log.device_check_interval),
+        devices=SlowDeviceWatch(cfg.log.device_check_interval),
         test=batches.test,
     )
 

@@ -131,7 +131,7 @@ def _words_of(error: Exception) -> str:
     return reason(error).rstrip(".")[:200]
 
 
-def look_at(address: str) -> StoredObject:
+def stored_object(address: str) -> StoredObject:
     """The object at an address as it is now."""
     fs = file_system(address.partition(":")[0])
     named = {"refresh": True} if address.startswith("hf:") else {}
@@ -177,8 +177,8 @@ def read_range(found: StoredObject, begin: int, size: int) -> bytes:
 
 def require_unchanged(found: StoredObject) -> None:
     """Raise `UserError` if an object is not the one that was found, by two looks at it."""
-    now = look_at(found.address)
-    if now != found and (now := look_at(found.address)) != found:
+    now = stored_object(found.address)
+    if now != found and (now := stored_object(found.address)) != found:
         raise UserError(
             f"{found.address}: changed while it was read, from {found.size} bytes to {now.size}; "
             "leave objects as they are while runs read them, and start again"
@@ -246,7 +246,7 @@ def local_copy(path: str) -> Iterator[str]:
         yield cached
         return
     with tempfile.TemporaryDirectory(prefix="mjax-") as folder:
-        yield str(fetch(look_at(path), Path(folder) / path.rpartition("/")[2]))
+        yield str(fetch(stored_object(path), Path(folder) / path.rpartition("/")[2]))
 
 
 def _in_cache_of_hub(address: str) -> str | None:

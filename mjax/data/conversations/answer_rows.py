@@ -31,7 +31,7 @@ from mjax.errors import UserError
 
 log = logging.getLogger(__name__)
 MATCHED = "matched"
-Document = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, is_answer, values
+PlacedDocument = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, is_answer, values
 ANSWER_ARRAYS = "ids", "is_answer", "values", "ends", "margins", "names", "left_out"
 
 
@@ -57,7 +57,7 @@ class AnswerSource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", np.append(0, self.ends[:-1]))
 
-    def document(self, number: int) -> Document:
+    def document(self, number: int) -> PlacedDocument:
         """(ids, is_answer, values) of an answer with its prompt."""
         part = slice(self.starts[number], self.ends[number])
         return self.ids[part], self.is_answer[part], self.values[part]
@@ -124,7 +124,7 @@ class AnswerDataset(ConversationDataset):
             log.warning(say, said, counts.cut, counts.dropped)
         return numbers[is_used], self.places.sum(1), counts
 
-    def _documents(self, number: int) -> list[Document]:
+    def _documents(self, number: int) -> list[PlacedDocument]:
         """The (ids, is_answer, values) of the documents of a group."""
         document = self.source.document
         if self.kind == PAIRS:
@@ -249,7 +249,7 @@ def _groups_of(row: dict, name: str, kind: str, answers: AnswerTokenizer) -> lis
     return found
 
 
-def _mismatched(own: Document, other: Document) -> Document:
+def _mismatched(own: PlacedDocument, other: PlacedDocument) -> PlacedDocument:
     """The prompt of one document with the answer of another, which has no value."""
     before, behind = own[1].argmax(), other[1].argmax()
     ids = np.append(own[0][:before], other[0][behind:])
@@ -257,13 +257,13 @@ def _mismatched(own: Document, other: Document) -> Document:
     return ids, is_answer, np.zeros(len(ids), np.float32)
 
 
-def _document(one: TokenizedConversation, value: float) -> Document:
+def _document(one: TokenizedConversation, value: float) -> PlacedDocument:
     values = np.zeros(len(one.ids), np.float32)
     values[-1] = value
     return one.ids, one.is_answer, values
 
 
-def _document_of_steps(group: AnswerGroup, tokenizer: Tokenizer) -> Document:
+def _document_of_steps(group: AnswerGroup, tokenizer: Tokenizer) -> PlacedDocument:
     """A prompt and steps, each with a line feed, whose last token has the step's value."""
     (conversation,) = group.conversations
     ids = [*tokenizer.prefix, *tokenizer.encode(conversation.plain[0])]

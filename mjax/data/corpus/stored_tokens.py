@@ -11,7 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.data.base.object_store import fetch, look_at, read_range, require_unchanged, store_cache
+from mjax.data.base.object_store import (
+    fetch,
+    read_range,
+    require_unchanged,
+    store_cache,
+    stored_object,
+)
 
 REQUESTS_AT_ONCE = 16
 LOOK_AGAIN = 10.0  # seconds
@@ -22,7 +28,7 @@ class StoredTokens:
     """The `.bin` of a corpus at an address. Raises `UserError` where it is not there."""
 
     def __init__(self, address: str):
-        self.object = look_at(address)
+        self.object = stored_object(address)
         self._looked_at = time.monotonic()
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE)
 
@@ -59,7 +65,7 @@ def _spans_of(begin: np.ndarray, size: np.ndarray) -> tuple[list[tuple[int, int]
 
 def copied_index(address: str) -> Path:
     """The `.idx` at an address as a file in the cache, named by the version that was copied."""
-    found = look_at(address)
+    found = stored_object(address)
     name = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
     path = store_cache() / "indices" / f"{name}.idx"
     return path if path.is_file() else fetch(found, path)

@@ -23,7 +23,7 @@ import numpy as np
 from mjax.config.languages.paths import is_address
 from mjax.config.schema.run import DataConfig
 from mjax.data.base.documents import document_text, documents_of_copy, expand_paths
-from mjax.data.base.object_store import fetch, look_at
+from mjax.data.base.object_store import fetch, stored_object
 from mjax.data.base.tokenizer import encode_documents, load_tokenizer
 from mjax.data.corpus.gpt import SPLITS, FieldArrays
 from mjax.data.corpus.text import states_of_files
@@ -235,7 +235,7 @@ class StreamedText:
         if not is_address(name):
             return name
         path = Path(self._folder.name) / f"{number}-{name.rpartition('/')[2]}"
-        return str(fetch(look_at(name), path))
+        return str(fetch(stored_object(name), path))
 
 
 def _keep_newest(entries: OrderedDict, key: int, value: object, most: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from mjax.config.languages.paths import is_address
 from mjax.config.schema.run import DataConfig
 from mjax.data.base.documents import expand_paths
-from mjax.data.base.object_store import look_at
+from mjax.data.base.object_store import stored_object
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mjax.data.corpus.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
@@ -147,7 +147,7 @@ def states_of_files(names: list[str]) -> Files:
 
 def _state_of_file(name: str) -> tuple[str, int, int | str, int]:
     if is_address(name):
-        found = look_at(name)
+        found = stored_object(name)
         return name, found.size, found.version, 0
     with or_user_error(f"data.text: {name}: cannot be read: {{reason}}"):
         state = os.stat(name)

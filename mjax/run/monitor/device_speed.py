@@ -20,13 +20,13 @@ from mjax.sharding.processes.agreement import values_of_all
 
 SLOWER = 0.1  # share by which a slow device exceeds the median
 SEEN = 3  # checks in which a device is slow before it is named
-TRIES = 3  # of which the fastest counts
+MATMULS = 3  # of which the fastest counts
 WIDTHS = {"cpu": 256}  # of the matrix, by platform
 WIDTH_OF_GPUS, PRODUCTS = 4096, 4  # about a millisecond on an H100
 
 
 @dataclass
-class DeviceSpeed:
+class SlowDeviceWatch:
     """Times the devices every `interval` steps; None: never.
 
     time_device: returns the seconds that a device takes.
@@ -72,12 +72,12 @@ class DeviceSpeed:
 
 
 def seconds_of_matmul(device: jax.Device) -> float:
-    """The seconds of some matmuls on a device, the fastest of `TRIES`."""
+    """The seconds of some matmuls on a device, the fastest of `MATMULS`."""
     width = WIDTHS.get(device.platform, WIDTH_OF_GPUS)
     x = jax.device_put(np.full((width, width), 1 / width, jnp.bfloat16), device)
     jax.block_until_ready(_chain(x))  # compiled, and the clock of the device raised
     found = []
-    for _ in range(TRIES):
+    for _ in range(MATMULS):
         began = time.perf_counter()
         jax.block_until_ready(_chain(x))
         found.append(time.perf_counter() - began)

@@ -38,7 +38,7 @@ LOST = {
 }
 PERIOD = 10.0  # seconds between two writes of the account
 MOST_MARKS = 512  # steps whose time is remembered
-SHOWN = 0.005  # share of the wall time from which a loss is worth a place in a line
+SHOWN_FROM = 0.005  # share of the wall time from which a loss is worth a place in a line
 
 
 class WallTime:
@@ -228,6 +228,8 @@ def goodput_line(seconds: dict[str, float]) -> str:
     """An account in words: goodput, and the losses that matter, the largest first."""
     whole = max(sum(seconds.values()), 1e-9)
     lost = sorted(((value, name) for name, value in seconds.items() if name in LOST))[::-1]
-    parts = [f"{LOST[name]} {duration(value)}" for value, name in lost if value > SHOWN * whole]
+    parts = [
+        f"{LOST[name]} {duration(value)}" for value, name in lost if value > SHOWN_FROM * whole
+    ]
     share = f"goodput {seconds[TRAINING] / whole:.1%} of {duration(whole)} since the first start"
     return f"{share}; lost {', '.join(parts)}" if parts else share

@@ -139,7 +139,7 @@ def test_faults_of_listings_pass(s3):
 
 
 def test_an_object_that_changes_is_one_line(s3, tmp_path):
-    found = object_store.look_at("s3://bucket/text/a.jsonl")
+    found = object_store.stored_object("s3://bucket/text/a.jsonl")
     object_store.file_system("s3").pipe_file("bucket/text/a.jsonl", TEXT[::-1].encode())
     with pytest.raises(UserError, match="changed while it was read"):
         object_store.fetch(found, tmp_path / "copy")

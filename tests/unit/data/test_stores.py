@@ -255,7 +255,7 @@ def test_what_never_passes_is_one_line_after_six_tries(store, monkeypatch):
 
 def test_an_object_that_changes_while_it_is_copied_is_one_line(store, tmp_path):
     store.pipe_file("/bucket/a.txt", b"some text")
-    found = object_store.look_at("memory://bucket/a.txt")
+    found = object_store.stored_object("memory://bucket/a.txt")
     store.pipe_file("/bucket/a.txt", b"Some text")
     with pytest.raises(UserError, match="changed while it was read"):
         object_store.fetch(found, tmp_path / "copy")

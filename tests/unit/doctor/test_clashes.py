@@ -8,7 +8,14 @@ import pytest
 from mjax import cli
 from mjax.doctor import __main__ as command
 from mjax.doctor import clashes
-from mjax.doctor.clashes import Installed, clashes_of, explained, installed, notes_of, unused_gpus
+from mjax.doctor.clashes import (
+    Installed,
+    clashes_of,
+    installed,
+    line_on_error,
+    notes_of,
+    unused_gpus,
+)
 
 WELL = Installed(
     gpus=8,
@@ -103,4 +110,4 @@ def test_an_error_of_a_clash_is_one_line_of_any_command(said, monkeypatch, capsy
 
 
 def test_other_errors_keep_their_traceback():
-    assert explained(RuntimeError("shapes differ")) == ""
+    assert line_on_error(RuntimeError("shapes differ")) == ""

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from mjax.run.monitor.device_speed import DeviceSpeed, seconds_of_matmul
+from mjax.run.monitor.device_speed import SlowDeviceWatch, seconds_of_matmul
 
 
 def test_a_slow_device_is_named_once_after_three_checks():
@@ -12,7 +12,7 @@ def test_a_slow_device_is_named_once_after_three_checks():
     def time_device(device):
         return 0.002 if device == struck else 0.001
 
-    speed = DeviceSpeed(5, time_device)
+    speed = SlowDeviceWatch(5, time_device)
     assert [speed.is_due(step) for step in (4, 5, 10)] == [False, True, True]
     found = [speed.measure() for _ in range(5)]
     assert [bool(line) for _, line in found] == [False, False, True, False, False]
@@ -26,10 +26,10 @@ def test_a_slow_device_is_named_once_after_three_checks():
 
 
 def test_devices_within_a_tenth_are_not_named():
-    speed = DeviceSpeed(1)
+    speed = SlowDeviceWatch(1)
     for _ in range(5):
         assert speed.judge(np.array([1.0, 1.09, 1.0, 0.5]))[1] == ""
-    assert not DeviceSpeed(None).is_due(1)
+    assert not SlowDeviceWatch(None).is_due(1)
 
 
 def test_the_matmul_runs_on_the_device_that_is_timed():
