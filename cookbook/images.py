@@ -1,8 +1,8 @@
 """`python cookbook/images.py write|count`: pictures of digits to learn on, and their test.
 
 `write` makes runs/digits: lines of one to three of scikit-learn's digits as pictures, and the
-number that they spell. Held-out lines have digits of which no line for training has one. `count` lets the
-model of runs/quickstart_llava read the held-out lines. docs/models/multimodal.md explains both.
+number that they spell. Held-out lines have digits of which no line for training has one. `count`
+lets the model of runs/quickstart_llava read them. docs/models/multimodal.md explains both.
 """
 
 import json
