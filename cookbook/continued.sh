@@ -5,7 +5,10 @@ set -euo pipefail
 export MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M} TEXT=${TEXT:-docs/*/*.md}
 export TOKENIZER=${TOKENIZER:-$MODEL}
 RUN=runs/continued
-mjax train --config cookbook/continued.yaml "$@"
+mkdir -p runs
+# The sizes of the model, as a config on top of which lies that of the run.
+{ mjax convert config --hf "$MODEL"; echo "base: [../cookbook/continued.yaml]"; } > runs/continued.yaml
+mjax train --config runs/continued.yaml "$@"
 mjax evaluate perplexity --ckpt "$MODEL" --file "${HELD_OUT:-CONTRIBUTING.md}"   # before
 mjax evaluate perplexity --ckpt $RUN@best --file "${HELD_OUT:-CONTRIBUTING.md}"  # after
 mjax convert export --ckpt $RUN@best --hf $RUN/hf

@@ -2,8 +2,7 @@
 
 `write` makes runs/digits: lines of one to three of scikit-learn's digits as pictures, and the
 number that they spell. Held-out lines have digits of which no line for training has one. `count`
-lets the model of runs/quickstart_llava read the held-out lines. docs/models/multimodal.md explains
-both.
+lets the model of runs/quickstart_llava read them. docs/models/multimodal.md explains both.
 """
 
 import json

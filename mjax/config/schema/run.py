@@ -1,8 +1,8 @@
 """Every key a user may set, as one frozen pydantic tree; a YAML file mirrors it one to one.
 
-The keys of some groups are in files of their own, those of `model` in `model.py`. Invariant: unknown keys are
-forbidden and values are never coerced across types (a string is not a number). Names are
-Megatron-LM's words for parallelism. Rules across groups live in `validate.py`.
+The keys of some groups are in files of their own, those of `model` in `model.py`. Invariant:
+unknown keys are forbidden and values are never coerced across types (a string is not a number).
+Names are Megatron-LM's words for parallelism. Rules across groups live in `validate.py`.
 """
 
 from typing import Annotated, Any, Literal, get_args
