@@ -530,6 +530,7 @@ def _run(job, args, model) -> None:
     found = {}
     ddp = optimizer = scheduler = None
     if "optimizer" in job:
+        model = model.bfloat16() if job["optimizer"].get("bf16") else model
         ddp, optimizer, scheduler = _optimizer(model, job)
     own = ddp.module if ddp is not None else model
     common = {"args": args, "checkpoint_version": 3.0, "iteration": job.get("iteration", 7)}
@@ -554,6 +555,8 @@ def _run(job, args, model) -> None:
                 for kept in own_optimizer.optimizer.state.values():
                     kept["step"] = kept["step"].clone()  # else one tensor of all, for torch's Adam
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            masters = [p for group in optimizer.param_groups for p in group["params"]]
+            found["masters"] = sum(float(p.double().abs().sum()) for p in masters)
             found["samples"] = scheduler.num_steps
             found["consumed"] = loaded["args"].consumed_train_samples
     tokens = torch.tensor(job["tokens"])
@@ -574,7 +577,7 @@ def _run(job, args, model) -> None:
         logits = _forward(own, tokens, kind=job.get("kind", "gpt"))
     own.train()
     if logits is not None:
-        found["logits"] = logits.numpy()
+        found["logits"] = logits.float().numpy()
     if job.get("then"):
         found["losses_after"] = _train(ddp, optimizer, scheduler, torch.tensor(job["then"]))
     if ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0 and rank == 0:

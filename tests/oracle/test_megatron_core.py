@@ -210,6 +210,30 @@ def test_megatron_takes_the_next_three_steps_of_a_run(tmp_path, name, distribute
     np.testing.assert_allclose(back["losses_after"], losses, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_masters_beside_weights_in_bf16_are_those_of_the_run(tmp_path, distributed):
+    cfg = run_of_model(model_config(BASE, "llama"), tmp_path / "run")
+    trainer = Trainer(cfg, devices=jax.devices()[:1])
+    trainer.init()
+    trainer.save()
+    path = str(tmp_path / "run")
+    export_torch_dist(
+        source_of(path), tmp_path / "out", "bfloat16", "local", run_to_write(path, apart=False)
+    )
+    back = run_megatron(
+        tmp_path / "b",
+        "llama",
+        (1, 1, 1),
+        args=BASE | {"bf16": True},
+        read=str(tmp_path / "out/iter_0000000"),
+        optimizer=OPTIMIZER | SCHEDULE | {"distributed": distributed, "bf16": True},
+        batch=4,
+        then=np.zeros((1, 4, 17), int).tolist(),
+    )
+    want = sum(np.abs(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(trainer.params()))
+    np.testing.assert_allclose(back["masters"], want, rtol=1e-9)
+
+
 def run_of_model(model: ModelConfig, folder: Path) -> Config:
     groups = {
         "model": model.model_dump(),
