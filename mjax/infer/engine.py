@@ -30,13 +30,14 @@ from mjax.infer.checks import (
 )
 from mjax.infer.drafting.repeated_texts import Drafter
 from mjax.infer.grammar import GrammarMatcher, Grammars
+from mjax.infer.programs import TOP
 from mjax.infer.records import Request, RequestSample, RowWork, TokenUpdate, shown_tokens
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, token_rules
 from mjax.infer.sample import Draws, draws_of
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
-from mjax.infer.step_runner import TOP, Result, StepRunner
+from mjax.infer.step_runner import Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, position_shift, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
@@ -178,7 +179,7 @@ class Engine:
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
             tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
-            tokens.waits, tokens.whole = answer.waits, inputs is not None
+            tokens.waits, tokens.whole = self._drafts > 0, inputs is not None
             tokens.reads_prefix = params.prompt_logprobs is None or index > 0
             seed = (number if params.seed is None else params.seed) % 2**32
             wanted = params.logprobs or params.prompt_logprobs
@@ -222,10 +223,13 @@ class Engine:
             chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
             decode.append([RowWork(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
             prefill.append(list(map(self._work, chunks)))
-        self.runner.decode(decode)
+        waiting = self.runner.decode(decode)
         self.runner.prefill(prefill)
         # Guesses need all tokens before them.
-        return found + self._read(all_but=0 if self._drafts else len(self.runner.flying) - before)
+        found += self._read(all_but=0 if self._drafts else len(self.runner.flying) - before)
+        if waiting is not None:  # while its layers run, masks follow from what was read
+            self.runner.draw(waiting)
+        return found
 
     # ---- weights and memory ----------------------------------------------------------------------
 

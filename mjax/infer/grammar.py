@@ -32,9 +32,11 @@ class Grammars:
             import llguidance
         if not ends:
             raise UserError("structured: the model has no end token, with which a form ends")
+        size = min(tokenizer.vocab_size, vocabulary)
         self._library, self._words = llguidance, -(-vocabulary // 32)
-        known = _Vocabulary(tokenizer, min(tokenizer.vocab_size, vocabulary), ends)
+        known, self._known_words = _Vocabulary(tokenizer, size, ends), -(-size // 32)
         self._tokens = llguidance.LLTokenizer(known, eos_token=[*ends])
+        self._threads = llguidance.LLExecutor()
 
     def matcher(self, form: Structured) -> "GrammarMatcher":
         """Follow one sample through a form. Raises `UserError` for a form that cannot be read."""
@@ -43,7 +45,18 @@ class Grammars:
             found.compute_bitmask()  # which finds out where no text has the form
         if found.is_error():
             raise UserError(f"SamplingParams: structured: {_said_by(found)}")
-        return GrammarMatcher(found, self._words)
+        return GrammarMatcher(found, self)
+
+    def masks(self, matchers: Sequence) -> np.ndarray:
+        """The masks of matchers of llguidance, by several threads, bits uint32 [N, W]."""
+        count, known = len(matchers), self._known_words
+        found = np.zeros((count, known), np.uint32)
+        pairs = [(matcher, place) for place, matcher in enumerate(matchers)]
+        target, row_bytes = found.ctypes.data, found.strides[0]
+        self._threads.unsafe_compute_mask_ptr(pairs, target, row_bytes, count)
+        bits = np.zeros((count, self._words), np.uint32)
+        bits[:, :known] = found
+        return bits
 
     def _text(self, form: Structured) -> str:
         kind = self._library.LLMatcher
@@ -68,8 +81,8 @@ class GrammarMatcher:
     tokens alone.
     """
 
-    def __init__(self, inner, words: int):
-        self._inner, self._words = inner, words
+    def __init__(self, inner, grammars: Grammars):
+        self._inner, self._grammars = inner, grammars
 
     @property
     def error(self) -> str:
@@ -82,19 +95,20 @@ class GrammarMatcher:
 
     def mask(self) -> np.ndarray:
         """Tokens that may come next, bits uint32 [W]."""
-        found = np.frombuffer(self._inner.compute_bitmask(), "<u4")
-        bits = np.zeros(self._words, np.uint32)
-        bits[: len(found)] = found[: len(bits)]
-        return bits
+        return self.masks_of([self])[0]
 
     def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
         """`mask` now and after each of these tokens, which may come next one after the other."""
         found = [self.mask()]
-        ahead = GrammarMatcher(self._inner.deep_copy(), self._words) if drafts else self
+        ahead = GrammarMatcher(self._inner.deep_copy(), self._grammars) if drafts else self
         for token in drafts:
             ahead.advance(token)
             found.append(ahead.mask())
         return found
+
+    def masks_of(self, matchers: Sequence["GrammarMatcher"]) -> np.ndarray:
+        """The masks of these, by several threads, bits uint32 [N, W]."""
+        return self._grammars.masks([matcher._inner for matcher in matchers])
 
     def allowed_drafts(self, drafts: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""

@@ -1,16 +1,19 @@
 """The programs of the engine: a step of decoding and a step of prefill, at fixed sizes.
 
 A step of decoding adds one token to each of R rows, whose last tokens wait on the device. A step of
-prefill adds chunks of several prompts, [1, T] flat tokens. Both draw a token for rows that end with
-their last known one. A row is a record (`record_dtype`) that the host fills; rows without a record
-have length 0 and write nowhere. Both run in one `shard_map` with the `Parallel` of training: heads
-and vocabulary over tp, experts over ep. Devices of dp and ep are lanes with pages and rows of their
-own. Invariant: what a row gives depends on its record and its pages alone.
+prefill adds chunks of several prompts, [1, T] flat tokens. Both are two programs: `forward` runs
+the layers, and `draw` makes tokens of logits for rows that end with their last known token. So the
+host may look at earlier tokens meanwhile, and all kinds of draws share the large program.
+
+A row is a record (`record_dtype`) that the host fills; rows without a record have length 0 and
+write nowhere. Programs run in one `shard_map` with the `Parallel` of training: heads and vocabulary
+over tp, experts over ep. Devices of dp and ep are lanes with pages and rows of their own.
+Invariant: what a row gives depends on its record and its pages.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -22,9 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema.model import ModelConfig
 from mjax.infer.caches.paged import PAGE
+from mjax.infer.caches.rows import decoded_tokens, last_places, prefilled_tokens
 from mjax.infer.caches.slots import SlotStates
 from mjax.infer.caches.specs import PoolSizes, paged_specs
-from mjax.infer.drafting.multi_token import Guesser, RowEnds
+from mjax.infer.drafting.multi_token import Guesser, RowEnds, StepActivations
+from mjax.infer.records import StepTokens, fields_of_records, record_dtype
 from mjax.infer.sample import (
     Drawn,
     DrawRows,
@@ -38,10 +43,10 @@ from mjax.infer.sample import (
     scored_in_parts,
 )
 from mjax.infer.weights import Form, partitions_apart
-from mjax.kernels.attention.paged import PagedRows, places_of_tokens, tokens_of_rows
+from mjax.kernels.attention.paged import tokens_of_rows
 from mjax.models.base.adapted import has_slots
 from mjax.models.base.branch import CacheSpec
-from mjax.models.base.context import Context, Kernels, PagedTokens, Tokens, tokens_of
+from mjax.models.base.context import Context, Kernels, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.runtime.run import Caches
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
@@ -49,44 +54,8 @@ from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards, parallel_of
 from mjax.sharding.rules import partition
 
+TOP = 20  # likeliest tokens that a program gives if any are asked for
 CHUNKS = 16  # prompts, or parts of them, in one step of prefill
-
-
-def record_dtype(sizes: PoolSizes) -> np.dtype:
-    """A row of a step, 4 bytes a number; its lists have the lengths in brackets.
-
-    length: tokens of the row, the new ones included. count: new tokens.
-    slot: its place on the device. samples: 1 if it draws a token, 0 if not.
-    adapter: the slot of its adapter where the model has several, else 0.
-    shift: what positions have above slots, after images that take fewer than their tokens.
-    seed, index: of its noise. Settings of `Sampling`, by name.
-    following: tokens after the new ones, where it draws none, [depths]; 0: not known.
-    table: its pages in order, [width]; 0 after its own.
-    """
-    settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
-    numbers = [(n, "<i4") for n in "length count slot samples index adapter shift".split()]
-    lists = [("following", "<i4", (sizes.depths,)), ("table", "<i4", (sizes.width,))]
-    return np.dtype([*numbers, ("seed", "<u4"), *settings, *lists])
-
-
-class StepTokens(NamedTuple):
-    """The tokens of a step that the host knows; without `ids` it is one of decoding.
-
-    ids: int32 [lanes, T], the tokens of prefill.
-    labels: int32 [lanes, T], the tokens after them, if their log-probabilities are wanted.
-    drafts: int32 [lanes * R, k], guesses of the tokens after each row's last one; -1: none.
-    inputs: what the model reads beside a prompt (`Decoder.extend`), [lanes, ..] each, or None.
-    """
-
-    ids: np.ndarray | None = None
-    labels: np.ndarray | None = None
-    drafts: np.ndarray | None = None
-    inputs: Mapping | None = None
-
-    @property
-    def places(self) -> int:
-        """The tokens that are drawn for a row."""
-        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
 
 class StepState(NamedTuple):
@@ -100,6 +69,19 @@ class StepState(NamedTuple):
     caches: Caches
     last: jax.Array
     counts: TokenCounts | None = None
+
+
+class LayerOutputs(NamedTuple):
+    """Results of the layers for a step.
+
+    logits: fp32 [lanes * R * each, V], of the places where rows draw tokens.
+    scores: how likely each of `StepTokens.labels` is, [lanes * T], for the host; or None.
+    activations: guesses are made of them; None without `PoolSizes.depths`.
+    """
+
+    logits: jax.Array
+    scores: Scored | None = None
+    activations: StepActivations | None = None
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
@@ -151,7 +133,7 @@ class EnginePrograms:
     def lowered(
         self, params: dict, tokens: int | None, rows: int, inputs: dict | None = None
     ) -> jax.stages.Lowered:
-        """A greedy step before it is compiled: of prefill of `tokens`, or of decoding.
+        """The layers of a step before they are compiled: of prefill of `tokens`, or of decoding.
 
         `inputs`: shapes of what is read beside a whole prompt, [1, ..] each.
         """
@@ -165,7 +147,32 @@ class EnginePrograms:
             given = StepTokens()
         width = record_dtype(self.sizes).itemsize // 4
         records = np.zeros((rows_here, width), np.int32)
-        return self.step.lower(params, state, given, records, RowRules(), draws=Draws())
+        caches = self.of_layers(state.caches)
+        return self.forward.lower(params, caches, state.last, given, records)
+
+    def of_layers(self, caches: Caches) -> Caches:
+        """The caches of layers, which lie before `of_depths`."""
+        return caches[: len(self.cfg.layer_kinds)]
+
+    def of_depths(self, caches: Caches) -> Caches:
+        return caches[len(self.cfg.layer_kinds) :]
+
+    def abstract_places(self, records: np.ndarray) -> jax.ShapeDtypeStruct:
+        """The places that `draw` gives for a step with these records, as a shape."""
+        return self._abstract_rows(len(records))
+
+    def _abstract_rows(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._shardings(self.rows))
+
+    def abstract_outputs(self, given: StepTokens, records: np.ndarray) -> LayerOutputs:
+        """The outputs of a step as shapes with their shardings, without scores."""
+        of = self._abstract_rows
+        logits = of(len(records) * given.places, self.cfg.vocab_size, dtype="float32")
+        if not self.sizes.depths:
+            return LayerOutputs(logits)
+        shape = (len(records), given.places) if given.ids is None else given.ids.shape
+        x = of(math.prod(shape), self.cfg.hidden_size, dtype=self.dtype)
+        return LayerOutputs(logits, None, StepActivations(x, of(*shape)))
 
     def abstract_state(self, has_counts: bool) -> StepState:
         """The state without rows, as shapes with their shardings."""
@@ -205,15 +212,30 @@ class EnginePrograms:
         return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
 
     @functools.cached_property
-    def step(self) -> Callable[..., tuple[StepState, Drawn, Scored | None, jax.Array | None]]:
-        """f(params, state, tokens, records, rules, *, draws), which takes the state.
+    def forward(self) -> Callable[..., tuple[Caches, LayerOutputs]]:
+        """f(params, caches, last, tokens, records), which takes the caches of layers.
 
         tokens: `StepTokens`. records: int32 [lanes * R, C], as `record_dtype` says.
-        Returns the state, and for the host what was drawn for each record, with k drafts in its
-        1 + k places, how likely each of `labels` is, [lanes * T], and with `PoolSizes.depths`
-        guesses of what follows, int32 [lanes * R, k].
         """
-        return jax.jit(self._step, static_argnames="draws", donate_argnames="state")
+        return jax.jit(self._forward, donate_argnums=1)
+
+    @functools.cached_property
+    def draw(self) -> Callable[..., tuple[StepState, Drawn, jax.Array]]:
+        """f(state, logits, drafts, records, rules, *, draws), which takes the state.
+
+        state: without caches. Returns it, what was drawn for each record, with k drafts in its
+        1 + k places, and the place of the one that is last now, int32 [lanes * R], in its lane.
+        """
+        return jax.jit(self._draw, static_argnames="draws", donate_argnums=0)
+
+    @functools.cached_property
+    def guess(self) -> Callable[..., tuple[Caches, jax.Array]]:
+        """f(params, caches, last, activations, places, records, rules, *, draws, each).
+
+        It takes the caches of depths. activations, places: of `forward` and `draw`. each: the
+        tokens of a row of decoding; None: of prefill. Gives guesses int32 [lanes * R, k].
+        """
+        return jax.jit(self._guess, static_argnames=("draws", "each"), donate_argnums=1)
 
     @functools.cached_property
     def count(self) -> Callable[..., StepState]:
@@ -263,70 +285,119 @@ class EnginePrograms:
         )
         return state._replace(counts=counts)
 
-    def _step(self, params, state: StepState, tokens, records, rules: RowRules, draws: Draws):
-        function = functools.partial(self._on_lane, draws)
-        inputs = params, state, tokens, records, rules
+    def _forward(self, params, caches: Caches, last, tokens: StepTokens, records):
+        held = self._states(False)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
+        own = self.of_layers(held.caches)
+        partitions = weights, own, held.last, self.rows, self.rows
+        results = own, LayerOutputs(self.rows, PartitionSpec(), self.rows)
+        return self._on_lanes(self._forward_on_lane, partitions, results)(
+            params, caches, last, tokens, records
+        )
+
+    def _draw(self, state: StepState, logits, drafts, records, rules: RowRules, draws: Draws):
+        has_counts = state.counts is not None
+        held = self._states(has_counts)._replace(caches=[])
+        partitions = held, *[self.rows] * 4
+        results = held, PartitionSpec(), self.rows
+        function = functools.partial(self._draw_on_lane, draws)
+        on_lanes = self._on_lanes(function, partitions, results)
+        return on_lanes(state, logits, drafts, records, rules)
+
+    def _guess(
+        self, params, caches: Caches, last, activations, places, records, rules, draws, each
+    ):
+        held = self._states(False)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
+        own = self.of_depths(held.caches)
+        function = functools.partial(self._guess_on_lane, draws, each)
+        partitions = weights, own, held.last, self.rows, self.rows, self.rows, self.rows
+        results = own, PartitionSpec()
+        return self._on_lanes(function, partitions, results)(
+            params, caches, last, activations, places, records, rules
+        )
+
+    def _on_lanes(self, function: Callable, partitions: tuple, results: tuple) -> Callable:
+        """A function of one lane's arrays, on all of them."""
         if self.mesh is None:
-            return function(*inputs)
+            return function
         devices = self.mesh.devices.flat
         if devices[0].platform == "cpu" and len(devices) > 1:
             function = in_program_order(function)
-        states = self._states(state.counts is not None)
-        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
-        partitions = weights, states, self.rows, self.rows, self.rows
-        outputs = states, PartitionSpec(), PartitionSpec(), PartitionSpec()
-        return on_shards(function, self.mesh, partitions, outputs)(*inputs)
+        return on_shards(function, self.mesh, partitions, results)
 
-    def _on_lane(
-        self, draws: Draws, params, state: StepState, tokens: StepTokens, records, rules: RowRules
-    ) -> tuple[StepState, Drawn, Scored | None, jax.Array | None]:
+    def _for_host(self, found):
+        """Arrays of all lanes, on each device."""
+        whole = functools.partial(self.parallel.all_gather, axes=mesh_axes(self.rows), dim=0)
+        return jax.tree.map(whole, found)
+
+    def _forward_on_lane(
+        self, params, caches: Caches, last: jax.Array, tokens: StepTokens, records: jax.Array
+    ) -> tuple[Caches, LayerOutputs]:
         model = self.definition.bind(params, self.parallel)
         row = fields_of_records(records, record_dtype(self.sizes))
-        ids, info = self._tokens(state, tokens, row)
-        new, layers = info.new, len(self.cfg.layer_kinds)
+        ids = self._ids(last, tokens, row)
+        info = self._info(row, ids.shape, None if tokens.ids is not None else ids.shape[1])
+        ctx, new = self._context(), info.new
+        x, _, caches = model.extend(ids, info, ctx, caches, tokens.inputs or {})
+        x, scores = x.reshape(-1, x.shape[-1]), None
+        if tokens.labels is not None:
+            scores = self._for_host(self._scores(model, x, tokens.labels.reshape(-1)))
+        of_rows = x[last_places(new)] if new.each is None else x
+        logits = model.logits(of_rows, self.parallel)
+        activations = StepActivations(x, ids) if self.sizes.depths else None
+        return caches, LayerOutputs(logits, scores, activations)
+
+    def _context(self) -> Context:
         # Kernels of training have no mask for the keys of a source that lie in slots.
         kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
-        ctx = Context(self.parallel, kernels=kernels)
-        held, of_depths = state.caches[:layers], state.caches[layers:]
-        x, _, caches = model.extend(ids, info, ctx, held, tokens.inputs or {})
-        x, scores, guesses = x.reshape(-1, x.shape[-1]), None, None
-        if tokens.labels is not None:
-            scores = self._scores(model, x, tokens.labels.reshape(-1), draws.top)
-        ends = jnp.maximum(new.rows.starts[1:] - 1, 0)
-        of_rows = x[ends] if new.each is None else x
-        rows = self._draw_rows(state, row, rules, new.each or 1)
-        drawn = draw_tokens(model.logits(of_rows, self.parallel), rows, draws)
-        last = jnp.arange(len(ends)) * (new.each or 1)  # of what was drawn for each row
-        if tokens.drafts is not None:
-            each = drawn.token.reshape(-1, new.each)
-            last += kept_drafts(tokens.drafts, each)
-        token, counts = drawn.token[last], state.counts
-        if self.sizes.depths:
-            guesser = self._guesser(params, ctx, row, rows, last, draws)
-            of_ends = self._row_ends(row, info, ends if new.each is None else last, token)
-            step = x, ids, info, of_ends
-            guesses, of_depths = guesser.guess(*step, of_depths, self.sizes.drafts)
+        return Context(self.parallel, kernels=kernels)
+
+    def _draw_on_lane(
+        self, draws: Draws, state: StepState, logits, drafts, records, rules: RowRules
+    ) -> tuple[StepState, Drawn, jax.Array]:
+        row = fields_of_records(records, record_dtype(self.sizes))
+        each = StepTokens(drafts=drafts).places
+        drawn = draw_tokens(logits, self._draw_rows(state.counts, row, rules, each), draws)
+        places = jnp.arange(len(row["slot"])) * each
+        if drafts is not None:
+            places += kept_drafts(drafts, drawn.token.reshape(-1, each))
+        token, counts = drawn.token[places], state.counts
         slot = jnp.where(row["samples"] == 1, row["slot"], self.sizes.rows)
         if draws.penalties:
             outputs = counts.outputs.at[slot, token].add(1)
             counts = replace(counts, outputs=outputs)
-        caches = [*caches, *of_depths]
-        state = StepState(caches, state.last.at[slot].set(token), counts)
-        axes = mesh_axes(self.rows)
-        whole = functools.partial(self.parallel.all_gather, axes=axes, dim=0)
-        return state, *jax.tree.map(whole, (drawn, scores, guesses))
+        state = StepState([], state.last.at[slot].set(token), counts)
+        return state, self._for_host(drawn), places
 
-    def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array, top: int) -> Scored:
-        """How likely labels [T] are after x [T, D]."""
-        logits = functools.partial(model.logits, parallel=self.parallel)
-        return scored_in_parts(x, labels, top, logits, self.cfg.vocab_size)
+    def _guess_on_lane(
+        self,
+        draws: Draws,
+        each: int | None,
+        params: dict,
+        caches: Caches,
+        last: jax.Array,
+        activations: StepActivations,
+        places: jax.Array,
+        records: jax.Array,
+        rules: RowRules,
+    ) -> tuple[Caches, jax.Array]:
+        row = fields_of_records(records, record_dtype(self.sizes))
+        x, ids = activations
+        info = self._info(row, ids.shape, each)
+        rows = self._draw_rows(None, row, rules, each or 1)
+        guesser = self._guesser(params, self._context(), row, rows, places, draws)
+        flat = places if each else last_places(info.new)
+        position, token = info.positions.reshape(-1)[flat], last[row["slot"]]
+        is_row, samples = row["count"] > 0, row["samples"] == 1
+        ends = RowEnds(flat, position, is_row, samples, token, row["following"])
+        guesses, caches = guesser.guess(x, ids, info, ends, caches, self.sizes.drafts)
+        return caches, self._for_host(guesses)
 
-    @staticmethod
-    def _row_ends(row: dict, info: Tokens, last: jax.Array, token: jax.Array) -> RowEnds:
-        """The ends of rows, whose last tokens lie at flat places, and what was drawn there."""
-        position = info.positions.reshape(-1)[last]
-        is_row, draws = row["count"] > 0, row["samples"] == 1
-        return RowEnds(last, position, is_row, draws, token, row["following"])
+    def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array) -> Scored:
+        """How likely labels [T] and the likeliest tokens are after x [T, D]."""
+        logits, size = functools.partial(model.logits, parallel=self.parallel), self.cfg.vocab_size
+        return scored_in_parts(x, labels, min(TOP, size), logits, size)
 
     def _guesser(
         self,
@@ -355,62 +426,41 @@ class EnginePrograms:
             return draw_tokens(logits, own, draws).token
 
         def at(position: jax.Array) -> Tokens:
-            count = len(position)
-            starts = jnp.arange(count + 1, dtype=jnp.int32)
-            paged = PagedRows(row["table"], position + 1, starts)
-            return self._facts(row, paged, (count, 1), None, 1)
+            one = row | {"length": position + 1}
+            return self._with_adapters(decoded_tokens(one, 1, PAGE), row)
 
         return Guesser(bind, ctx, draw, at)
 
-    def _tokens(
-        self, state: StepState, tokens: StepTokens, row: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Tokens]:
-        """The ids of a step, [R, each] or [1, T], and facts about them.
+    def _ids(self, last: jax.Array, tokens: StepTokens, row: dict[str, jax.Array]) -> jax.Array:
+        """The ids of a step, [R, each] or [1, T]."""
+        if tokens.ids is not None:
+            return tokens.ids
+        ids = last[row["slot"]][:, None]
+        if tokens.drafts is None:
+            return ids
+        return jnp.concatenate([ids, jnp.maximum(tokens.drafts, 0)], 1)
 
-        Each row has all places for drafts; places beyond its pages are in the null page.
-        """
-        count, lengths = len(row["count"]), row["length"]
-        if tokens.ids is None:
-            ids, real = state.last[row["slot"]][:, None], None
-            if tokens.drafts is not None:
-                ids = jnp.concatenate([ids, jnp.maximum(tokens.drafts, 0)], 1)
-            each = ids.shape[1]
-            starts = each * jnp.arange(count + 1, dtype=jnp.int32)
-            lengths = jnp.where(lengths > 0, lengths + each - 1, 0)
-        else:
-            ids, each = tokens.ids, None
-            ends = jnp.cumsum(row["count"], dtype=jnp.int32)
-            starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-            real = ends[-1:]
-        rows = PagedRows(row["table"], lengths, starts)
-        return ids, self._facts(row, rows, ids.shape, real, each)
+    def _info(self, row: dict[str, jax.Array], shape: tuple[int, int], each: int | None) -> Tokens:
+        """Facts about the tokens of a step of decoding, `each` of a row; None: of prefill."""
+        if each is None:
+            return self._with_adapters(prefilled_tokens(row, shape, PAGE), row)
+        return self._with_adapters(decoded_tokens(row, each, PAGE), row)
 
-    def _facts(
-        self,
-        row: dict[str, jax.Array],
-        rows: PagedRows,
-        shape: tuple[int, int],
-        real: jax.Array | None,
-        each: int | None,
-    ) -> Tokens:
-        """Facts about tokens of `rows`, as in `PagedTokens`."""
-        of_token, position = tokens_of_rows(rows, math.prod(shape))
-        pages, places = places_of_tokens(rows, of_token, position, PAGE)
-        new = PagedTokens(rows, row["slot"], pages, places, real, each)
-        positions = jnp.maximum(position, 0) + row["shift"][of_token]
-        positions = jnp.maximum(positions, 0).reshape(shape)
-        info = replace(tokens_of(shape, positions, jnp.ones(shape, jnp.int32)), new=new)
-        if has_slots(self.definition.specs):
-            info = replace(info, adapters=row["adapter"][of_token].reshape(shape))
-        return info
+    def _with_adapters(self, found: Tokens, row: dict[str, jax.Array]) -> Tokens:
+        """Facts with the adapters of tokens where the model has several."""
+        if not has_slots(self.definition.specs):
+            return found
+        of_token, _ = tokens_of_rows(found.new.rows, found.positions.size)
+        return replace(found, adapters=row["adapter"][of_token].reshape(found.positions.shape))
 
-    def _draw_rows(self, state: StepState, row: dict, rules: RowRules, each: int) -> DrawRows:
+    def _draw_rows(
+        self, counts: TokenCounts | None, row: dict, rules: RowRules, each: int
+    ) -> DrawRows:
         """The rows of `draw_tokens`, of each record `each` one after the other.
 
         Parts of `rules` may have so many rows already.
         """
         settings = {f.name: row[f.name] for f in fields(Sampling)}
-        counts = state.counts
         if counts is not None:
             counts = jax.tree.map(lambda x: x[row["slot"]], counts)
         rows = DrawRows(settings, row["seed"], row["index"], row["length"], counts, rules)
@@ -440,15 +490,3 @@ class EnginePrograms:
             return None
         of_mesh = functools.partial(NamedSharding, self.mesh)
         return jax.tree.map(of_mesh, partitions, is_leaf=lambda p: isinstance(p, PartitionSpec))
-
-
-def fields_of_records(records: jax.Array, dtype: np.dtype) -> dict[str, jax.Array]:
-    """The fields of records int32 [R, C]: [R] each, and [R, width] of a field of several."""
-    found = {}
-    for name, (kind, offset) in dtype.fields.items():
-        base, shape = kind.subdtype or (kind, ())
-        begin = offset // 4
-        columns = records[:, begin : begin + (shape[0] if shape else 1)]
-        values = jax.lax.bitcast_convert_type(columns, base)
-        found[name] = values if shape else values[:, 0]
-    return found

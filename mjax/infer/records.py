@@ -6,15 +6,65 @@ on, besides the tokens that its pages hold.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from mjax.infer.programs import StepTokens
-from mjax.infer.requests import Answer, RequestOutput, SamplingParams, filled, row_rules
-from mjax.infer.sample import Drawn, Draws, RowRules, Scored
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.requests import Answer, RequestOutput, SamplingParams
+from mjax.infer.sample import Drawn, Draws, RowRules, Sampling, Scored
 from mjax.infer.scheduling.scheduler import Sequence as Tokens
+
+
+def record_dtype(sizes: PoolSizes) -> np.dtype:
+    """A row of a step, 4 bytes a number; its lists have the lengths in brackets.
+
+    length: tokens of the row, the new ones included. count: new tokens.
+    slot: its place on the device. samples: 1 if it draws a token, 0 if not.
+    adapter: the slot of its adapter where the model has several, else 0.
+    shift: what positions have above slots, after images that take fewer than their tokens.
+    seed, index: of its noise. Settings of `Sampling`, by name.
+    following: tokens after the new ones, where it draws none, [depths]; 0: not known.
+    table: its pages in order, [width]; 0 after its own.
+    """
+    settings = [(f.name, "<i4" if f.name == "top_k" else "<f4") for f in fields(Sampling)]
+    numbers = [(n, "<i4") for n in "length count slot samples index adapter shift".split()]
+    lists = [("following", "<i4", (sizes.depths,)), ("table", "<i4", (sizes.width,))]
+    return np.dtype([*numbers, ("seed", "<u4"), *settings, *lists])
+
+
+def fields_of_records(records: jax.Array, dtype: np.dtype) -> dict[str, jax.Array]:
+    """The fields of records int32 [R, C]: [R] each, and [R, width] of a field of several."""
+    found = {}
+    for name, (kind, offset) in dtype.fields.items():
+        base, shape = kind.subdtype or (kind, ())
+        begin = offset // 4
+        columns = records[:, begin : begin + (shape[0] if shape else 1)]
+        values = jax.lax.bitcast_convert_type(columns, base)
+        found[name] = values if shape else values[:, 0]
+    return found
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a step that the host knows; without `ids` it is one of decoding.
+
+    ids: int32 [lanes, T], the tokens of prefill.
+    labels: int32 [lanes, T], the tokens after them, if their log-probabilities are wanted.
+    drafts: int32 [lanes * R, k], guesses of the tokens after each row's last one; -1: none.
+    inputs: what the model reads beside a prompt (`Decoder.extend`), [lanes, ..] each, or None.
+    """
+
+    ids: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    drafts: np.ndarray | None = None
+    inputs: Mapping | None = None
+
+    @property
+    def places(self) -> int:
+        """The tokens that are drawn for a row."""
+        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
 
 @dataclass(eq=False)
@@ -103,7 +153,7 @@ class TokenUpdate(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A program in flight.
+    """A step in flight.
 
     drawn: its results, for `samples` by place. scores: of the tokens after those of `work`, if any.
     guesses: of the next tokens of each row, int32 [R, k], if the model's layers guess.
@@ -265,64 +315,130 @@ def rules_of_rows(
     return row_rules(answers, flying, vocabulary, drafts)
 
 
-ProgramInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
+def row_rules(
+    answers: Sequence[Answer | None],
+    flying: Sequence[int],
+    vocabulary: int,
+    drafts: np.ndarray | None = None,
+) -> RowRules:
+    """The rules of rows for their next tokens, in numpy; None: a row without.
+
+    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, and
+    where one row has biases or bans all have both, so that few programs are compiled.
+    drafts: int32 [R, k], guesses of tokens (`StepTokens`); masks are then [R * (1 + k), W].
+    """
+    pairs = list(zip(answers, flying, strict=True))
+    biases = [dict(row.rules.bias) if row else {} for row in answers]
+    bans = [row.banned(count) if row else [] for row, count in pairs]
+    guesses = np.empty((len(answers), 0), np.int32) if drafts is None else drafts
+    each = 1 + guesses.shape[1]
+    masks, alone = {}, {}
+    for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
+        known = own[own >= 0].tolist()
+        if row and row.matcher and not known:
+            alone[number * each] = row.matcher
+            continue
+        found = row.allowed(known) if row else []
+        masks |= {number * each + place: mask for place, mask in enumerate(found)}
+    if alone:
+        first, *_ = alone.values()
+        masks |= zip(alone, first.masks_of([*alone.values()]), strict=True)
+    ids = values = banned = allowed = None
+    if any(biases) or any(bans):
+        ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
+        values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
+        banned = _padded_columns(bans, np.int32, -1)
+    if masks:
+        allowed = filled(RowRules(), len(answers), vocabulary, each).allowed
+        for place, mask in masks.items():
+            allowed[place] = mask
+    return RowRules(ids, values, allowed, banned)
+
+
+def filled(rules: RowRules, rows: int, vocabulary: int, each: int = 1) -> RowRules:
+    """The same rules with all parts, those that were None without an effect.
+
+    each: tokens that are drawn for a row, as after drafts.
+    """
+    ids, values, allowed, banned = rules.bias_ids, rules.bias_values, rules.allowed, rules.banned
+    if ids is None:
+        ids = banned = np.full((rows, 16), -1, np.int32)
+        values = np.zeros((rows, 16), np.float32)
+    if allowed is None:
+        words = -(-vocabulary // 32)
+        allowed = np.full((rows * each, words), 2**32 - 1, np.uint32)
+    return RowRules(ids, values, allowed, banned)
+
+
+def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
+    """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
+    width, longest = 16, max(map(len, rows))
+    while width < longest:
+        width *= 4
+    table = np.full((len(rows), width), filling, dtype)
+    for row, entries in zip(table, rows, strict=True):
+        row[: len(entries)] = entries
+    return table
+
+
+LayerInputs = tuple[StepTokens, np.ndarray]  # tokens and records of a step
+DrawInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
 
 
 class WarmPrograms(NamedTuple):
     """The kinds of draws whose programs are compiled before requests come.
 
-    all_rules: those of the last kind take rules of all parts. So a request with a rule compiles
-    nothing, unless it has more than 16 biases or bans.
+    all_rules: those of the last kind take rules of all parts, and the others masks of allowed
+    tokens. So a request with a rule compiles nothing, unless it has more than 16 biases or bans.
     """
 
     kinds: tuple[Draws, ...] = ()
     all_rules: bool = False
 
-    def inputs(
-        self,
-        records: Records,
-        sizes: tuple[Sequence[int], Sequence[int]],
-        chunks: int,
-        drafts: int,
-        vocabulary: int,
-        *,
-        scores: bool,
-    ) -> list[ProgramInputs]:
-        """Inputs of all programs of these (rows, tokens of prefill).
-
-        scores: whether the last kind has programs that score prompts, beside its others.
-        """
-        rows, tokens = sizes
-        pairs = [(StepTokens(), records.empty(count)) for count in rows]
-        if drafts:
-            places = [np.zeros((len(own), drafts), np.int32) for _, own in pairs]
-            pairs += [
-                (StepTokens(drafts=p), own) for p, (_, own) in zip(places, pairs, strict=True)
-            ]
-        for count in tokens:
-            ids = np.zeros((records.lanes, count), np.int32)
-            pairs.append((StepTokens(ids), records.empty(chunks)))
-        plain = self.kinds[:-1] if self.all_rules else self.kinds
-        found = [(*pair, RowRules(), kind) for pair in pairs for kind in plain]
-        if not self.all_rules:
-            return found
-        prompts = [(given, own) for given, own in pairs if scores and given.ids is not None]
-        pairs += [(given._replace(labels=given.ids), own) for given, own in prompts]
-        last = self.kinds[-1]
-        return found + [
-            (g, own, filled(RowRules(), len(own), vocabulary, g.places), last) for g, own in pairs
-        ]
+    def draws(self, steps: Sequence[LayerInputs], vocabulary: int) -> list[DrawInputs]:
+        """Inputs of the programs that draw after these steps, which have tokens and records."""
+        found = []
+        for given, records in steps:
+            size = len(records), vocabulary, given.places
+            plain = self.kinds[:-1] if self.all_rules else self.kinds
+            found += [(given, records, RowRules(), kind) for kind in plain]
+            if self.all_rules:
+                masks = RowRules(allowed=filled(RowRules(), *size).allowed)
+                found += [(given, records, masks, kind) for kind in plain]
+                found.append((given, records, filled(RowRules(), *size), self.kinds[-1]))
+        return found
 
     def choose(
-        self, draws: Draws, rules: RowRules, given: StepTokens, rows: int, vocabulary: int
+        self, draws: Draws, rules: RowRules, rows: int, vocabulary: int, each: int
     ) -> tuple[Draws, RowRules]:
-        """The kind and the rules of the program for a step that needs these."""
-        is_special = rules.bias_ids is not None or given.labels is not None
-        kinds = self.kinds[-1:] if is_special and self.all_rules else self.kinds
+        """The kind and the rules of the program for a step that needs these.
+
+        each: tokens that are drawn for a row.
+        """
+        has_lists = rules.bias_ids is not None
+        kinds = self.kinds[-1:] if has_lists and self.all_rules else self.kinds
         found = next((kind for kind in kinds if kind.covers(draws)), draws)
         if self.all_rules and found == self.kinds[-1]:
-            rules = filled(rules, rows, vocabulary, given.places)
+            rules = filled(rules, rows, vocabulary, each)
         return found, rules
+
+
+def steps_of_sizes(
+    records: Records, rows: Sequence[int], tokens: Sequence[int], chunks: int, drafts: int
+) -> list[LayerInputs]:
+    """Steps without work: of decoding for each of `rows`, of prefill for each of `tokens`.
+
+    chunks: rows of prefill. drafts: guesses of a row; such steps come beside those without.
+    """
+    steps = [(StepTokens(), records.empty(count)) for count in rows]
+    if drafts:
+        places = [np.zeros((len(own), drafts), np.int32) for _, own in steps]
+        pairs = zip(places, steps, strict=True)
+        steps += [(StepTokens(drafts=each), own) for each, (_, own) in pairs]
+    for count in tokens:
+        ids = np.zeros((records.lanes, count), np.int32)
+        steps.append((StepTokens(ids), records.empty(chunks)))
+    return steps
 
 
 def united(kinds: Sequence[Draws]) -> Draws:

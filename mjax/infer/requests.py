@@ -25,7 +25,7 @@ from pydantic import (
 
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.sample import RowRules, Sampling
+from mjax.infer.sample import Sampling
 from mjax.infer.text import TextStream
 
 _MOST = 1024  # entries of a list
@@ -317,6 +317,9 @@ class Matcher(Protocol):
     def masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
         """Tokens that may come next and after each of these, bits uint32 [W]."""
 
+    def masks_of(self, matchers: Sequence["Matcher"]) -> np.ndarray:
+        """Tokens that may come next in each of these, by several threads, bits uint32 [N, W]."""
+
     def allowed_drafts(self, drafts: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""
 
@@ -438,63 +441,3 @@ def text_stream(
     if params.skip_special_tokens:
         return TextStream(tokenizer.decode, prompt, params.stop, tokenizer.special_text, **options)
     return TextStream(tokenizer.decode_whole or tokenizer.decode, prompt, params.stop, **options)
-
-
-def row_rules(
-    answers: Sequence[Answer | None],
-    flying: Sequence[int],
-    vocabulary: int,
-    drafts: np.ndarray | None = None,
-) -> RowRules:
-    """The rules of rows for their next tokens, in numpy; None: a row without.
-
-    flying: of each row, tokens that the host has not read. Widths of lists are rounded up, and
-    where one row has any rule all have biases and bans, so that few programs are compiled.
-    drafts: int32 [R, k], guesses of tokens (`StepTokens`); masks are then [R * (1 + k), W].
-    """
-    pairs = list(zip(answers, flying, strict=True))
-    biases = [dict(row.rules.bias) if row else {} for row in answers]
-    bans = [row.banned(count) if row else [] for row, count in pairs]
-    guesses = np.empty((len(answers), 0), np.int32) if drafts is None else drafts
-    each = 1 + guesses.shape[1]
-    masks: dict[int, np.ndarray] = {}
-    for number, (row, own) in enumerate(zip(answers, guesses, strict=True)):
-        found = row.allowed(own[own >= 0].tolist()) if row else []
-        masks |= {number * each + place: mask for place, mask in enumerate(found)}
-    if not (masks or any(biases) or any(bans)):
-        return RowRules()
-    ids = _padded_columns([[*bias] for bias in biases], np.int32, -1)
-    values = _padded_columns([[*bias.values()] for bias in biases], np.float32, 0)
-    rules = RowRules(ids, values, None, _padded_columns(bans, np.int32, -1))
-    if masks:
-        rules = filled(rules, len(answers), vocabulary, each)
-        allowed: Any = rules.allowed
-        for place, mask in masks.items():
-            allowed[place] = mask
-    return rules
-
-
-def filled(rules: RowRules, rows: int, vocabulary: int, each: int = 1) -> RowRules:
-    """The same rules with all parts, those that were None without an effect.
-
-    each: tokens that are drawn for a row, as after drafts.
-    """
-    ids, values, allowed, banned = rules.bias_ids, rules.bias_values, rules.allowed, rules.banned
-    if ids is None:
-        ids = banned = np.full((rows, 16), -1, np.int32)
-        values = np.zeros((rows, 16), np.float32)
-    if allowed is None:
-        words = -(-vocabulary // 32)
-        allowed = np.full((rows * each, words), 2**32 - 1, np.uint32)
-    return RowRules(ids, values, allowed, banned)
-
-
-def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.ndarray:
-    """Rows of unequal length as an array, filled up to a width of 16, 64, 256 .. columns."""
-    width, longest = 16, max(map(len, rows))
-    while width < longest:
-        width *= 4
-    table: np.ndarray = np.full((len(rows), width), filling, dtype)
-    for row, entries in zip(table, rows, strict=True):
-        row[: len(entries)] = entries
-    return table

@@ -5,7 +5,7 @@ of launches. A launch does not wait, so the host plans the next step while the d
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,12 +17,13 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.caches.specs import PoolSizes
-from mjax.infer.programs import CHUNKS, EnginePrograms, StepState, StepTokens, record_dtype
+from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
 from mjax.infer.records import (
     Launched,
     Records,
     RequestSample,
     RowWork,
+    StepTokens,
     WarmPrograms,
     bucket,
     drafts_of,
@@ -31,7 +32,9 @@ from mjax.infer.records import (
     kept_places,
     powers_of_two,
     read_scores,
+    record_dtype,
     rules_of_rows,
+    steps_of_sizes,
     united,
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
@@ -41,7 +44,6 @@ from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
 
 _SPARE_MEMORY = 0.03  # of memory that caches leave free
-TOP = 20  # likeliest tokens that a program gives if any are asked for
 Work = list[list[RowWork]]  # of each lane
 
 
@@ -58,6 +60,16 @@ class Result(NamedTuple):
     version: int
     drafts: int
     guesses: list[int]
+
+
+class ForwardedStep(NamedTuple):
+    """A step whose layers are launched, and whose draws are not yet."""
+
+    work: Work
+    rows: int
+    given: StepTokens
+    records: np.ndarray
+    outputs: LayerOutputs
 
 
 class StepRunner:
@@ -166,10 +178,21 @@ class StepRunner:
         self._has_counts |= any(kind.penalties for kind in warm.kinds)
         if self._state is not None:
             self._take_state()
-        sizes = self.sizes, self._chunks, self._drafts, self._cfg.vocab_size
-        calls = warm.inputs(self.records, *sizes, scores=all_rules)
+        steps = steps_of_sizes(self.records, *self.sizes, self._chunks, self._drafts)
+        prompts = [step for step in steps if all_rules and step[0].ids is not None]
+        scored = [(given._replace(labels=given.ids), own) for given, own in prompts]
+        # Steps with equally many rows share the programs that draw.
+        alike = {(len(own), given.places): (given, own) for given, own in steps}
+        drawing = warm.draws([*alike.values()], self._cfg.vocab_size)
+        guessing = warm.draws(steps, self._cfg.vocab_size) if self.programs.sizes.depths else []
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda call: self.program(*call), calls))
+            tasks = [pool.submit(self.forward, *step) for step in steps + scored]
+            for made, wanted in ((self.drawing, drawing), (self.guessing, guessing)):
+                for given, own, *more in wanted:
+                    outputs = self.programs.abstract_outputs(given, own)
+                    tasks.append(pool.submit(made, given, outputs, own, *more))
+            for task in tasks:
+                task.result()
         self._warm = warm
         if self._has_counts:
             self._take_state()
@@ -181,14 +204,23 @@ class StepRunner:
 
     # ---- launches --------------------------------------------------------------------------------
 
-    def decode(self, work: Work) -> None:
-        """Launch a step of decoding, if there is any work."""
+    def decode(self, work: Work) -> ForwardedStep | None:
+        """Launch a step of decoding, if there is any work.
+
+        Returns it before its draws if these must know tokens that the host has not read. The caller
+        then reads all steps before and launches the draws, by `draw`.
+        """
         if not any(work):
-            return
+            return None
         rows = holding(self.sizes[0], max(map(len, work)))
         always = self._limits.computes_once  # the program does not depend on others' drafts
         drafts = drafts_of(work, rows, self._drafts, always)
-        self._launch(work, rows, StepTokens(drafts=drafts))
+        step = self._forward(work, rows, StepTokens(drafts=drafts))
+        samples = (entry.sample for lane in work for entry in lane)
+        if any(sample.answer.waits and sample.tokens.flying > 1 for sample in samples):
+            return step
+        self.draw(step)
+        return None
 
     def prefill(self, work: Work) -> None:
         """Launch the chunks of all lanes; a whole prompt has a program to itself."""
@@ -221,7 +253,7 @@ class StepRunner:
         ids, labels = flat_ids(work, sizes), None
         if any(entry.sample.scores_prompt for entry in entries):
             labels = flat_ids(work, sizes, ahead=1)
-        self._launch(work, rows, StepTokens(ids, labels, inputs=inputs))
+        self.draw(self._forward(work, rows, StepTokens(ids, labels, inputs=inputs)))
         self._copy_states([(entry.sample, entry.saved) for entry in entries], True)
 
     def _copy_states(self, pairs: Sequence[tuple[RequestSample, int]], saves: bool) -> None:
@@ -235,42 +267,109 @@ class StepRunner:
                 caches = self.programs.copy_states(self._state.caches, source, target)
                 self._state = self._state._replace(caches=caches)
 
-    def _launch(self, work: Work, rows: int, given: StepTokens) -> None:
-        """Launch a program for the work of all lanes."""
+    def _forward(self, work: Work, rows: int, given: StepTokens) -> ForwardedStep:
+        """Launch the layers of a step for the work of all lanes."""
         records = self.records.write(work, rows)
+        self._take_state()
+        state, programs = self._state, self.programs
+        program = self.forward(given, records)
+        caches = programs.of_layers(state.caches)
+        caches, outputs = program(self.params, caches, state.last, given, records)
+        self._state = state._replace(caches=[*caches, *programs.of_depths(state.caches)])
+        return ForwardedStep(work, rows, given, records, outputs)
+
+    def draw(self, step: ForwardedStep) -> None:
+        """Launch the draws of a step, but of samples that have ended since."""
+        work, rows, given, records, outputs = step
         places: list[RequestSample | None] = [None] * len(records)
         samples: dict[int, RequestSample] = {}
         for number, entries in enumerate(work):
             for place, entry in enumerate(entries, number * rows):
+                if entry.sample.has_ended:
+                    continue
                 places[place] = entry.sample
                 if entry.samples:
                     samples[place] = entry.sample
+        if not any(places):
+            return
         rules = rules_of_rows(places, self._cfg.vocab_size, given.drafts)
         draws = united([sample.draws for sample in places if sample is not None])
-        size = len(records), self._cfg.vocab_size
-        draws, rules = self._warm.choose(draws, rules, given, *size)
+        sizes = len(records), self._cfg.vocab_size, given.places
+        draws, rules = self._warm.choose(draws, rules, *sizes)
         self._has_counts |= draws.penalties
         self._take_state()
         if draws.penalties:
             self._count(filter(None, places))
-        program = self.program(given, records, rules, draws)
-        self._state, *results = program(self.params, self._state, given, records, rules)
+        state, more = self._state, (records, rules)
+        program = self.drawing(given, outputs, *more, draws)
+        own = outputs.logits, given.drafts
+        state, drawn, last = program(state._replace(caches=[]), *own, *more)
+        self._state, guesses = state._replace(caches=self._state.caches), None
+        if outputs.activations is not None:
+            program = self.guessing(given, outputs, *more, draws)
+            depths = self.programs.of_depths(self._state.caches)
+            own = state.last, outputs.activations, last
+            depths, guesses = program(self.params, depths, *own, *more)
+            caches = [*self.programs.of_layers(self._state.caches), *depths]
+            self._state = self._state._replace(caches=caches)
+        results = drawn, outputs.scores, guesses
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
-    def program(
-        self, given: StepTokens, records: np.ndarray, rules: RowRules, draws: Draws
+    # ---- programs --------------------------------------------------------------------------------
+
+    def forward(self, given: StepTokens, records: np.ndarray) -> jax.stages.Compiled:
+        """The program of the layers for inputs of these shapes."""
+        own = given, records
+        state, programs = self._held_or_abstract(), self.programs
+        held = self.params, programs.of_layers(state.caches), state.last
+        return self._compiled(programs.forward, held, own)
+
+    def drawing(
+        self,
+        given: StepTokens,
+        outputs: LayerOutputs,
+        records: np.ndarray,
+        rules: RowRules,
+        draws: Draws,
     ) -> jax.stages.Compiled:
-        """The compiled program for inputs of these shapes."""
-        arrays, tree = jax.tree.flatten((given, records, rules))
-        state = self._state
-        if state is None:
-            state = self.programs.abstract_state(self._has_counts)
-        key = *((x.shape, x.dtype) for x in arrays), tree, draws, state.counts is None
+        """The program that draws tokens."""
+        held = (self._held_or_abstract()._replace(caches=[]),)
+        own = outputs.logits, given.drafts, records, rules
+        return self._compiled(self.programs.draw, held, own, draws=draws)
+
+    def guessing(
+        self,
+        given: StepTokens,
+        outputs: LayerOutputs,
+        records: np.ndarray,
+        rules: RowRules,
+        draws: Draws,
+    ) -> jax.stages.Compiled:
+        """The program in which the model's own layers guess what follows."""
+        state, programs = self._held_or_abstract(), self.programs
+        held = self.params, programs.of_depths(state.caches), state.last
+        own = outputs.activations, programs.abstract_places(records), records, rules
+        each = None if given.ids is not None else given.places
+        return self._compiled(programs.guess, held, own, draws=draws, each=each)
+
+    def _held_or_abstract(self) -> StepState:
+        if self._state is not None:
+            return self._state
+        return self.programs.abstract_state(self._has_counts)
+
+    def _compiled(
+        self, function: Callable, held: tuple, own: tuple, **static: object
+    ) -> jax.stages.Compiled:
+        """A program compiled once for shapes of `own`; those of `held` stay, but for counts."""
+        arrays, tree = jax.tree.flatten(own)
+        shapes = tuple((x.shape, x.dtype) for x in arrays)
+        name = function.__name__  # threads may make more than one function of a name
+        is_counted = self._has_counts and name == "_draw"
+        key = name, shapes, tree, *static.values(), is_counted
         if key not in self.compiled:
-            inputs = self.params, state, given, records, rules
-            self.compiled[key] = self.programs.step.lower(*inputs, draws=draws).compile()
+            self.compiled[key] = function.lower(*held, *own, **static).compile()
         return self.compiled[key]
 
     def _count(self, samples: Iterable[RequestSample]) -> None:

@@ -25,8 +25,11 @@ MADE = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(")
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "while", "conditional"}
 
 
-def compiled_step(batch, draws=Draws()):  # noqa: B008 - frozen
-    """The step of a batch of Llama-3-8B rows with two layers, in bf16, from lists of layers."""
+def compiled_step(batch, draws=None):
+    """A step of a batch of Llama-3-8B rows with two layers, in bf16, from lists of layers.
+
+    Its layers, or what draws tokens.
+    """
     cfg = load("configs/models/llama3_8b.yaml", [f"model.num_hidden_layers={LAYERS}"]).model
     device = compiler_devices(H200, 1)[0]
     one = SingleDeviceSharding(device)
@@ -46,8 +49,12 @@ def compiled_step(batch, draws=Draws()):  # noqa: B008 - frozen
     state = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(programs._empty))
     records = array((batch, record_dtype(sizes).itemsize // 4), jnp.int32)
     with as_on(H200):
-        lowered = programs.step.lower(params, state, StepTokens(), records, RowRules(), draws=draws)
-        made = lowered.compile()
+        made = programs.forward.lower(params, state.caches, state.last, StepTokens(), records)
+        if draws is not None:
+            of_rows, logits = state._replace(caches=[]), array((batch, cfg.vocab_size), jnp.float32)
+            own = logits, None, records, RowRules()
+            made = programs.draw.lower(of_rows, *own, draws=draws)
+        made = made.compile()
     return made, sum(2 * math.prod(c.shape) for c in jax.tree.leaves(state.caches)), cfg
 
 
@@ -77,7 +84,10 @@ def test_nothing_of_the_size_of_a_weight_or_cache_is_made_but_caches_in_place(ba
     assert memory.temp_size_in_bytes < 2 * logits + 8e6, "logits and activations; no more"
 
 
-@pytest.mark.parametrize("draws", [Draws(), Draws(random=True), Draws(random=True, limited=True)])
+KINDS = [None, Draws(), Draws(random=True), Draws(random=True, limited=True)]
+
+
+@pytest.mark.parametrize("draws", KINDS)
 def test_the_host_waits_for_nothing_within_a_step(draws):
     made, _, _ = compiled_step(2, draws)
     lines = [x for x in made.as_text().splitlines() if '"known_trip_count"' not in x]

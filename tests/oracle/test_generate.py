@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from mjax.infer.requests import Answer, SamplingParams, TokenRules, row_rules
+from mjax.infer.records import row_rules
+from mjax.infer.requests import Answer, SamplingParams, TokenRules
 from mjax.infer.sample import Sampling, TokenCounts, biased, forbidden, penalized, settings_of
 from mjax.infer.sampling.limits import limited
 

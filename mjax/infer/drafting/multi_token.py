@@ -30,6 +30,16 @@ class PredictedTokens:
         return [sample.guesses[:most] for sample in samples]
 
 
+class StepActivations(NamedTuple):
+    """The model's output for a step's tokens, x [lanes * T, D], and these tokens, `ids`.
+
+    ids: int32 [lanes * R, each] of decoding, [lanes, T] of prefill.
+    """
+
+    x: jax.Array
+    ids: jax.Array
+
+
 class RowEnds(NamedTuple):
     """The ends of a step's rows, [R] each.
 

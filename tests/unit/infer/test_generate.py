@@ -180,7 +180,10 @@ def test_a_step_sends_no_latents_over_tp():
 def only_activations_move(engine):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
     records = engine.runner.records.empty(engine.limits.rows)
-    text = engine.runner.program(StepTokens(), records, RowRules(), Draws()).as_text()
+    runner, given = engine.runner, StepTokens()
+    outputs = engine.programs.abstract_outputs(given, records)
+    draw = runner.drawing(given, outputs, records, RowRules(), Draws())
+    text = runner.forward(given, records).as_text() + draw.as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
@@ -233,8 +236,8 @@ def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dty
 def test_rows_end_at_eos_and_the_batch_when_all_have(greedy, monkeypatch):
     eos = {greedy[0].token_ids[3], greedy[1].token_ids[1], greedy[2].token_ids[5]}
     engine = engine_for(made(), PROMPTS, NEW, tokenizer=LETTERS, eos=sorted(eos))
-    steps, launch = [], engine.runner._launch
-    monkeypatch.setattr(engine.runner, "_launch", lambda *a: steps.append(1) or launch(*a))
+    steps, launch = [], engine.runner._forward
+    monkeypatch.setattr(engine.runner, "_forward", lambda *a: steps.append(1) or launch(*a))
     rows = run_on(engine)
     for row, whole in zip(rows, greedy, strict=True):
         end = next(i for i, token in enumerate(whole.token_ids) if token in eos)

@@ -5,7 +5,8 @@ import pytest
 
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.requests import Answer, SamplingParams, bits_of, row_rules, text_stream, token_rules
+from mjax.infer.records import row_rules
+from mjax.infer.requests import Answer, SamplingParams, bits_of, text_stream, token_rules
 from mjax.infer.sample import Sampling
 
 BYTES = load_tokenizer("byte")
