@@ -10,13 +10,13 @@ from pathlib import Path
 import mjax
 from mjax.doctor.clashes import Installed, dotted
 
-NAMED = "jax jaxlib flax jax-triton jax-cuda13-plugin nvidia-cudnn-cu13 nvidia-nccl-cu13 torch"
+VERSIONED = "jax jaxlib flax jax-triton jax-cuda13-plugin nvidia-cudnn-cu13 nvidia-nccl-cu13 torch"
 
 
 def shown_versions(found: Installed) -> dict[str, str]:
     """Versions that a report of a fault should name."""
     versions = {"mjax": mjax.__version__, "Python": platform.python_version()}
-    versions |= {name: found.packages[name] for name in NAMED.split() if name in found.packages}
+    versions |= {name: found.packages[name] for name in VERSIONED.split() if name in found.packages}
     versions["glibc"] = dotted(found.glibc) or "none"
     if found.driver_cuda is not None:
         versions["the driver's CUDA"] = dotted(found.driver_cuda)

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema.checkpoint import CheckpointConfig
-from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.lora import LoraConfig
+from mjax.config.schema.preference import DistillConfig
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.interop.sources import source_of

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.preference import DistillConfig
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.interop.sources import source_of

@@ -12,11 +12,10 @@ from pydantic import Field, model_validator
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
 from mjax.config.schema.checkpoint import CheckpointConfig
-from mjax.config.schema.distill import DistillConfig
 from mjax.config.schema.log import LogConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
-from mjax.config.schema.preference import PreferenceConfig, RewardConfig
+from mjax.config.schema.preference import DistillConfig, PreferenceConfig, RewardConfig
 from mjax.config.schema.sizes import StepKey, UpTo20, UpTo24, UpTo28
 
 
