@@ -88,13 +88,13 @@ ROOMS = {
     "pipeline": 850,
     "plan": 1_950,
     "optim": 750,
-    "data": 6_000,
+    "data": 6_400,
     "checkpoint interop convert": 11_800,
-    "train run": 4_700,
+    "train run": 4_900,
     "post": 2_600,
     "serve chat": 4_100,
     "infer generate": 3_900,
-    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 4_800,
+    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_000,
 }
 
 
