@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError
+from mjax.errors import UserError, program
 from mjax.files import PACKAGE
 
 
@@ -29,7 +29,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def main(argv: list[str] | None = None) -> int:
     """The command line: builds the site, then serves it until Ctrl-C."""
     about = "Show the documentation in a browser, offline."
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(prog=program("docs"), description=about)
     parser.add_argument("--port", type=int, default=8001, help="default: 8001; 0 takes a free one")
     where = "write the site there and end; it must not exist"
     parser.add_argument("--out", type=as_path, metavar="DIR", help=where)

@@ -7,6 +7,7 @@ where the text may end.
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class GrammarMatcher:
             found.append(ahead.mask())
         return found
 
-    def masks_of(self, matchers: Sequence["GrammarMatcher"]) -> np.ndarray:
+    def masks_of(self, matchers: Sequence[Any]) -> np.ndarray:
         """The masks of these, by several threads, bits uint32 [N, W]."""
         return self._grammars.masks([matcher._inner for matcher in matchers])
 

@@ -19,7 +19,7 @@ from mjax.post.teacher import distillation_batches, teacher_field, teacher_of, w
 from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
-from tests.marks import quick
+from tests.marks import quick, slow
 
 LAYERS = "model.num_hidden_layers=2"
 TEACHER = ModelConfig(
@@ -92,6 +92,7 @@ def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
         assert deviation((ours.losses, ours.gradients), (alone.losses, alone.gradients)) <= 1e-5
 
 
+@slow
 def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
     one = make_trainer("dense", Cell(rows=8), LAYERS)
     source = array_source(one.cfg.model, one.params())

@@ -61,7 +61,7 @@ def model(monkeypatch, tmp_path):
     definition, params = split(build(CFG, nnx.Rngs(0)))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
 
-    def load(path, mesh=None, dtype="float32"):
+    def load(path, mesh=None, dtype="float32", apart=False):
         copied = jax.tree.map(jnp.copy, params)  # the engine takes them
         return Pretrained(CFG, definition, copied, mesh, tmp_path)
 

@@ -55,6 +55,7 @@ CLIP += [
     "num_attention_heads: 2}"
 ]
 DPO = ["train.objective=preference"]
+DISTILL = ["train.objective=distill", "distill.teacher=base"]
 THREE = ["mesh.cp=3", "data.seq_length=36"]
 SOUNDS = (
     "model.audio={max_source_positions: 8, hidden_size: 32, intermediate_size: 48, "
@@ -673,6 +674,14 @@ BROKEN = {
     "scores_are_of_decoders": (
         ["train.objective=reward", "model.num_labels=1", "model.bert.embedding_norm=true"],
         "model.num_labels=1 is not built for the architecture encoder",
+    ),
+    "students_are_decoders": (
+        [*DISTILL, "model.bert.embedding_norm=true"],
+        "train.objective='distill' is not built for the architecture encoder",
+    ),
+    "teachers_have_no_pipeline": (
+        [*DISTILL, "mesh.pp=2"],
+        "mesh.pp=2: the teacher of a step needs distill.stored=None",
     ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],

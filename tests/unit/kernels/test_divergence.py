@@ -100,7 +100,7 @@ def test_equal_models_diverge_by_nothing_and_move_nothing():
         assert abs(loss) < 1e-5 and jnp.abs(gradient).max() < 1e-4
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("beta", quick([0.4, 0.0, 1.0], 0))
 def test_stored_probabilities_are_one_outcome_less_exact(beta):
     """All of the vocabulary gives the divergence, a part of it less; gradients through K labels."""
     with jax.enable_x64(True):
