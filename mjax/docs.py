@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, program
+from mjax.errors import UserError, program, run_cli
 from mjax.files import PACKAGE
 
 
@@ -89,3 +89,7 @@ def serve_site(config: Path, folder: Path, port: int) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
+
+
+if __name__ == "__main__":
+    run_cli(main)
