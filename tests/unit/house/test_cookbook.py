@@ -182,6 +182,7 @@ def test_each_script_runs_from_its_first_line_to_its_last(recipe, kitchen):
 @slow
 def test_the_notebooks_run_from_their_first_cell_to_their_last(kitchen, monkeypatch, capsys):
     keys = *TINY, "train.sample_tokens=1", f"data.text={TEXT}", "run.dir=runs/quickstart"
+    keys = *keys, "train.global_batch_size=8"  # the tests' devices are eight
     monkeypatch.setattr(sys, "argv", ["notebook"])
     from mjax.cli import run
 
@@ -194,5 +195,7 @@ def test_the_notebooks_run_from_their_first_cell_to_their_last(kitchen, monkeypa
                 exec(compile("".join(cell["source"]), f"{name}.ipynb", "exec"), names)
     said = capsys.readouterr().out
     assert (
-        "without layer 0" in said and "after layer 0" in said and "consumed_samples: 4 -> 8" in said
+        "without layer 0" in said
+        and "after layer 0" in said
+        and "consumed_samples: 8 -> 16" in said
     )
