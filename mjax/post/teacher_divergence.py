@@ -31,8 +31,16 @@ from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore
 HIDDEN, HEAD, BIAS = "teacher_hidden", "teacher_head", "teacher_bias"
 
 
+class TeacherLoss(NextToken):
+    """The counts that both forms of the loss have: each figure is a mean over unmasked tokens."""
+
+    def counts(self, batch: Batch) -> Scalars:
+        count = super().counts(batch)["loss"]
+        return {"loss": count, "divergence": count, "nll": count}
+
+
 @dataclass(frozen=True)
-class Distillation(NextToken):
+class Distillation(TeacherLoss):
     """The loss of `distill`, a mean over unmasked tokens.
 
     "loss" is differentiated. "divergence" has neither temperature's square nor weight; "nll" is the
@@ -64,10 +72,6 @@ class Distillation(NextToken):
         """The lengths of the axes that no other objective has."""
         return {"vocab": self.teacher.padded_vocab_size, "teacher_width": self.teacher.hidden_size}
 
-    def counts(self, batch: Batch) -> Scalars:
-        count = super().counts(batch)["loss"]
-        return {"loss": count, "divergence": count, "nll": count}
-
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
@@ -88,7 +92,7 @@ class Distillation(NextToken):
 
 
 @dataclass(frozen=True)
-class StoredDistillation(NextToken):
+class StoredDistillation(TeacherLoss):
     """The loss of `distill` from the likeliest tokens of a teacher; the rest is one more outcome.
 
     The losses are named as those of `Distillation`, and "divergence" is at most as large.
@@ -119,10 +123,6 @@ class StoredDistillation(NextToken):
     def lengths(self) -> dict[str, int]:
         """The lengths of the axes that no other objective has."""
         return {"teacher_top": self.top}
-
-    def counts(self, batch: Batch) -> Scalars:
-        count = super().counts(batch)["loss"]
-        return {"loss": count, "divergence": count, "nll": count}
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
