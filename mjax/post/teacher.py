@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.schema.checkpoint import CheckpointConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.preference import DistillConfig
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import Config, OptimizerConfig, PrecisionConfig
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
 from mjax.kernels.loss.log_probs import TopLogProbs
@@ -103,7 +103,8 @@ def teacher_run(cfg: Config) -> Config:
     changes = {
         "model": teacher_config(cfg),
         "train": cfg.train.model_copy(update={"objective": "next_token", "freeze": []}),
-        "precision": cfg.precision.model_copy(update={"fp8": "none"}),
+        "precision": PrecisionConfig(compute=cfg.precision.compute),
+        "optimizer": OptimizerConfig(),
         "distill": DistillConfig(),
         "lora": LoraConfig(),
         "checkpoint": CheckpointConfig(),

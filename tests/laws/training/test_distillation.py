@@ -92,6 +92,14 @@ def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
         assert deviation((ours.losses, ours.gradients), (alone.losses, alone.gradients)) <= 1e-5
 
 
+def test_how_a_student_is_trained_says_nothing_to_its_teacher(teacher):
+    """Rates of parameters that the teacher lacks, and 8 bits."""
+    keys = ["model.attention.qk_norm=true", "optimizer.lr_multipliers={'*q_norm*': 0.5}"]
+    keys += ["precision.fp8=current", "precision.fp8_skip_layers=1", "model.num_hidden_layers=3"]
+    own = teacher_of(student(teacher, Cell(rows=8), *keys)).trainer.cfg
+    assert own.precision.fp8 == "none" and not own.optimizer.lr_multipliers
+
+
 @slow
 def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
     one = make_trainer("dense", Cell(rows=8), LAYERS)
