@@ -81,19 +81,19 @@ def core_files() -> dict[Path, str]:
 
 # Lines of code of each room when all that is planned is built: docs/design.md, "Budgets".
 ROOMS = {
-    "config": 3_900,
+    "config": 4_150,
     "sharding": 950,
-    "kernels": 7_000,
+    "kernels": 7_900,
     "models objectives": 10_300,
     "pipeline": 850,
-    "plan": 1_950,
+    "plan": 2_000,
     "optim": 750,
-    "data": 6_400,
-    "checkpoint interop convert": 11_800,
-    "train run": 4_900,
-    "post": 2_600,
+    "data": 6_600,
+    "checkpoint interop convert": 12_400,
+    "train run": 5_050,
+    "post": 4_400,
     "serve chat": 4_100,
-    "infer generate": 3_900,
+    "infer generate": 4_200,
     "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_000,
 }
 
@@ -191,13 +191,13 @@ def test_functions_are_at_most_60_lines():
     assert not long
 
 
-def test_config_has_at_most_400_keys():
+def test_config_has_at_most_420_keys():
     def leaves(group: type[BaseModel]) -> int:
         kinds = [f.annotation for f in group.model_fields.values()]
         nested = [[k for k in (t, *getattr(t, "__args__", ())) if _is_group(k)] for t in kinds]
         return sum(leaves(groups[0]) if groups else 1 for groups in nested)
 
-    assert 100 < leaves(Config) <= 400
+    assert 100 < leaves(Config) <= 420
 
 
 def _is_group(kind: object) -> bool:
