@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from mjax.config.schema.difference import shown
+from mjax.config.languages.difference import shown
 from mjax.report.charts import Look, charts, events_chart, look_of, shared_steps
 from mjax.report.runs import Run, best_held_out, config_differences, last_finite, median, restarts
 from mjax.run.monitor.console import duration

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.schema.difference import keys_and_values
+from mjax.config.languages.difference import keys_and_values
 from mjax.config.schema.run import Config
 from mjax.config.yaml_text import read
 from mjax.errors import UserError, or_user_error

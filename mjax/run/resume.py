@@ -1,7 +1,7 @@
 """Starts a run at its newest checkpoint, from given weights or at step 0."""
 
 from mjax.checkpoint.base.companion_files import identify_text
-from mjax.config.schema.difference import differences
+from mjax.config.languages.difference import differences
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.train.trainer import Trainer

@@ -248,6 +248,14 @@ NEEDS = (
     ),
     _objective("distill: teacher stored beta temperature label_weight", "distill"),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),
+    _objective(
+        "reinforce: environment environment_args eval_environment_args workers reward_timeout "
+        "prompts_per_step group_size max_new_tokens sampling engine max_staleness "
+        "updates_per_rollout drops_equal_groups loss_type advantage_scale clip_low clip_high "
+        "loss_divisor kl_coef kl_estimator kl_in_reward reference entropy_coef correction "
+        "correction_low correction_high overlong_tokens gamma gae_lambda critic_lr value_clip",
+        "policy",
+    ),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",

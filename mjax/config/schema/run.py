@@ -16,6 +16,7 @@ from mjax.config.schema.log import LogConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import Dtype, ModelConfig
 from mjax.config.schema.preference import DistillConfig, PreferenceConfig, RewardConfig
+from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.config.schema.sizes import StepKey, UpTo20, UpTo24, UpTo28
 
 
@@ -304,8 +305,8 @@ class TrainConfig(Group):
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
     span_corruption, classify_images, contrastive (docs/models/multimodal.md), preference, reward
-    (docs/train/preferences.md), distill (docs/train/distillation.md), or module.path:Name of a
-    class like those of `objectives/`.
+    (docs/train/preferences.md), distill (docs/train/distillation.md), policy
+    (docs/train/reinforcement.md), or module.path:Name of a class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -448,6 +449,7 @@ class Config(Group):
     preference: PreferenceConfig = PreferenceConfig()
     reward: RewardConfig = RewardConfig()
     distill: DistillConfig = DistillConfig()
+    reinforce: ReinforceConfig = ReinforceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from mjax.config.schema.difference import keys_and_values
+from mjax.config.languages.difference import keys_and_values
 from mjax.errors import UserError
 
 MOST_REPEATS = 1_000_000  # the product of all counts in a pattern

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from mjax.config.schema.difference import keys_and_values
+from mjax.config.languages.difference import keys_and_values
 from mjax.config.schema.run import Config, LogConfig
 from mjax.errors import UserError
 from mjax.run.monitor.log_writer import LogWriter
