@@ -1,8 +1,9 @@
 """Attention to pages as Triton kernels; `paged.py` calls them and says what their arrays are.
 
 Exponentials are to base 2. Scores, sums and log-sum-exps are fp32; products read operands of the
-queries' dtype. A tile of queries is packed: number m of a row and kv head is head m % GROUP of the
-row's new token m // GROUP. So keys are read once for all heads that share them.
+queries' dtype, or fp16 beside pages of 8 bits. A tile of queries is packed: number m of a row and
+kv head is head m % GROUP of the row's new token m // GROUP. So keys are read once for all heads
+that share them.
 
 WIDTH: channels of keys. Values have as many, but for a TAIL: then attention is latent, and the
 first H channels of keys are the values. H: a power of 2, no less than the channels of values.
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 
 from mjax.kernels.attention.short_triton import LOG2E, LOWEST, NEVER, softmax_step
+
+LEAST_SCALE = tl.constexpr(1e-30)  # of values: no tile is divided by 0
 
 
 @triton.jit
@@ -64,11 +67,13 @@ def attend_to_pages(
     within, position = packed < new * GROUP, length - new + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     place = (start + packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
-    query, tail = _queries(q, place, within, H, WIDTH, TAIL)
+    query, tail, size = _queries(
+        q, place, within, H, WIDTH, TAIL, keys.dtype.element_ty == tl.float8e4nv
+    )
     sink = tl.load(sinks + head * SINKS, within, other=NEVER) * LOG2E
     for split in tl.range(first + walker, last, WALKERS):
         mean, total = _walk(
-            query, tail, position, tl.where(split == first, sink, NEVER), tables + row * M,
+            query, tail, size, position, tl.where(split == first, sink, NEVER), tables + row * M,
             _keys_of_tile(length, new, tile, split, GROUP, WINDOW, SPLIT, QUERIES, KEYS),
             keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, WIDTH, TAIL,
             PAGE, SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
@@ -176,15 +181,25 @@ def _tile_of(x, rows, is_there, FIRST, COUNT, WIDTH):
 
 
 @triton.jit
-def _queries(q, place, within, H, WIDTH, TAIL):
-    """Both parts of a tile of queries; without a tail, the first twice."""
+def _queries(q, place, within, H, WIDTH, TAIL, SCALED):
+    """Both parts of a tile of queries; without a tail, the first twice. And their magnitudes.
+
+    Keys of 8 bits are exact in fp16, and a GPU takes one instruction for two. So their queries are
+    fp16, divided by their magnitudes, which keeps more bits than bf16 has.
+    """
     at, mask = _tile_of(q, place, within, 0, H, WIDTH)
     query = tl.load(at, mask, other=0.0)
-    tail = query
+    tail, size = query, 1.0
     if TAIL:
         at, mask = _tile_of(q, place, within, H, TAIL, WIDTH)
         tail = tl.load(at, mask, other=0.0)
-    return query, tail
+    if SCALED:
+        size = tl.max(tl.abs(query.to(tl.float32)), 1)
+        if TAIL:
+            size = tl.maximum(size, tl.max(tl.abs(tail.to(tl.float32)), 1))
+        size = tl.where(size > 0, size, 1.0)[:, None]
+        query, tail = (query / size).to(tl.float16), (tail / size).to(tl.float16)
+    return query, tail, size
 
 
 @triton.jit
@@ -195,11 +210,7 @@ def _channels(x, first, is_there, like, FIRST, COUNT, WIDTH):
     """
     token = tl.arange(0, is_there.shape[0])
     at, mask = _tile_of(x + first * WIDTH, token, is_there, FIRST, COUNT, WIDTH)
-    tile = tl.load(at, mask, other=0.0)
-    if tile.dtype == tl.float8e4nv:
-        # steps that run at full speed; a GPU takes far longer from fp16 to bf16
-        tile = tile.to(tl.float16).to(tl.float32)
-    return tile.to(like.dtype)
+    return tl.load(at, mask, other=0.0).to(like.dtype)
 
 
 @triton.jit
@@ -214,6 +225,7 @@ def _unseen_hidden(scores, slot, position, WINDOW):
 def _walk(
     query,
     tail,
+    size,
     position,
     sink,
     table,
@@ -256,7 +268,7 @@ def _walk(
             rest = _channels(keys, first, there, query, H, TAIL, WIDTH)
             scores = tl.dot(tail, tl.trans(rest), scores)
         if SCALED:
-            scores *= tl.load(key_scales + first + slot - start, there, other=0.0)[None]
+            scores *= tl.load(key_scales + first + slot - start, there, other=0.0)[None] * size
         if SOFTCAP != 0:
             power = tl.exp2(scores * (2 * SCALE / SOFTCAP * LOG2E))
             scores = SOFTCAP - 2 * SOFTCAP / (1 + power)  # tanh(y) = 1 - 2 / (1 + exp(2y))
@@ -266,8 +278,12 @@ def _walk(
         value = key
         if TAIL == 0:
             value = _channels(values, first, there, query, 0, H, WIDTH)
-        if SCALED:
-            weights *= tl.load(value_scales + first + slot - start, there, other=0.0)[None]
-        mean = tl.dot(weights.to(query.dtype), value, mean * left[:, None])
+        if SCALED:  # weights are at most 1 in fp16, whatever the scales are
+            scale = tl.load(value_scales + first + slot - start, there, other=0.0)
+            largest = tl.maximum(tl.max(scale, 0), LEAST_SCALE)
+            weights = (weights * (scale / largest)[None]).to(query.dtype)
+            mean = mean * left[:, None] + tl.dot(weights, value) * largest
+        else:
+            mean = tl.dot(weights.to(query.dtype), value, mean * left[:, None])
     total = tl.where(total > 0, total, 1.0)
     return mean / total[:, None], top + tl.log2(total)

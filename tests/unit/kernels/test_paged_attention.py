@@ -168,8 +168,8 @@ def computed(case: Case, arrays: PagedArrays, implementation: str = "xla") -> ja
     return paged_attention(*arrays[:4], call_of(case, implementation), **more)
 
 
-def assert_near(got: jax.Array, right: np.ndarray) -> None:
-    np.testing.assert_allclose(got, right, rtol=0, atol=4e-6 * np.abs(right).max())
+def assert_near(got: jax.Array, right: np.ndarray, bound: float = 4e-6) -> None:
+    np.testing.assert_allclose(got, right, rtol=0, atol=bound * np.abs(right).max())
 
 
 @pytest.mark.parametrize("name", quick(CASES, 1, 3, 4, 5))
@@ -203,7 +203,7 @@ def test_kernels_equal_fp64(monkeypatch, name, tile):
     else:
         got = attend_by_tiles(arrays, call_of(case), case.each, tile, splits)
         assert ran == ["attend_to_pages", "merge_splits"]
-    assert_near(got, wanted(case, made))
+    assert_near(got, wanted(case, made), 5e-4 if case.scales else 4e-6)  # products are fp16
 
 
 def test_tokens_know_their_row_and_position_and_padding_is_written_to_page_0():
