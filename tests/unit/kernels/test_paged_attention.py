@@ -203,7 +203,7 @@ def test_kernels_equal_fp64(monkeypatch, name, tile):
     else:
         got = attend_by_tiles(arrays, call_of(case), case.each, tile, splits)
         assert ran == ["attend_to_pages", "merge_splits"]
-    assert_near(got, wanted(case, made), 5e-4 if case.scales else 4e-6)  # products are fp16
+    assert_near(got, wanted(case, made), 1e-3 if case.scales else 4e-6)  # products are fp16
 
 
 def test_tokens_know_their_row_and_position_and_padding_is_written_to_page_0():
