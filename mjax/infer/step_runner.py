@@ -42,6 +42,7 @@ from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import fit_twice, form_of, memory_of, mesh_of, require_weights, take_apart
 from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
+from mjax.plan.xla_options import serving_options
 
 _SPARE_MEMORY = 0.03  # of memory that caches leave free
 Work = list[list[RowWork]]  # of each lane
@@ -136,7 +137,7 @@ class StepRunner:
         inputs = largest_inputs(self._cfg, size)
         if inputs is not None:
             largest.append((size, 1, inputs))
-        pages = fitting_pages(self.programs, self.params, largest)
+        pages = fitting_pages(self.programs, self.params, largest, self._options)
         self.programs = self.programs.resized(self.programs.sizes._replace(pages=pages))
 
     # ---- weights and memory ----------------------------------------------------------------------
@@ -324,7 +325,10 @@ class StepRunner:
         own = given, records
         state, programs = self._held_or_abstract(), self.programs
         held = self.params, programs.of_layers(state.caches), state.last
-        return self._compiled(programs.forward, held, own)
+        tokens = len(records) * given.places
+        if given.ids is not None:
+            tokens = given.ids.shape[-1]
+        return self._compiled(programs.forward, held, own, self._options(tokens))
 
     def drawing(
         self,
@@ -337,7 +341,7 @@ class StepRunner:
         """The program that draws tokens."""
         held = (self._held_or_abstract()._replace(caches=[]),)
         own = outputs.logits, given.drafts, records, rules
-        return self._compiled(self.programs.draw, held, own, draws=draws)
+        return self._compiled(self.programs.draw, held, own, {}, draws=draws)
 
     def guessing(
         self,
@@ -352,7 +356,12 @@ class StepRunner:
         held = self.params, programs.of_depths(state.caches), state.last
         own = outputs.activations, programs.abstract_places(records), records, rules
         each = None if given.ids is not None else given.places
-        return self._compiled(programs.guess, held, own, draws=draws, each=each)
+        return self._compiled(programs.guess, held, own, {}, draws=draws, each=each)
+
+    def _options(self, tokens: int) -> dict:
+        """The XLA options of layers for so many tokens."""
+        device = next(iter(jax.tree.leaves(self._places)[0].device_set))
+        return serving_options(tokens, self._form is not None, device)
 
     def _held_or_abstract(self) -> StepState:
         if self._state is not None:
@@ -360,7 +369,7 @@ class StepRunner:
         return self.programs.abstract_state(self._has_counts)
 
     def _compiled(
-        self, function: Callable, held: tuple, own: tuple, **static: object
+        self, function: Callable, held: tuple, own: tuple, options: dict, **static: object
     ) -> jax.stages.Compiled:
         """A program compiled once for shapes of `own`; those of `held` stay, but for counts."""
         arrays, tree = jax.tree.flatten(own)
@@ -369,7 +378,8 @@ class StepRunner:
         is_counted = self._has_counts and name == "_draw"
         key = name, shapes, tree, *static.values(), is_counted
         if key not in self.compiled:
-            self.compiled[key] = function.lower(*held, *own, **static).compile()
+            lowered = function.lower(*held, *own, **static)
+            self.compiled[key] = lowered.compile(compiler_options=options or None)
         return self.compiled[key]
 
     def _count(self, samples: Iterable[RequestSample]) -> None:
@@ -409,11 +419,15 @@ class StepRunner:
 
 
 def fitting_pages(
-    programs: EnginePrograms, params: dict, largest: Sequence[tuple[int | None, int, dict | None]]
+    programs: EnginePrograms,
+    params: dict,
+    largest: Sequence[tuple[int | None, int, dict | None]],
+    options_of: Callable[[int], dict],
 ) -> int:
     """The pages of each lane that memory holds beside weights and the largest programs.
 
-    `largest`: of these programs, as `EnginePrograms.lowered` takes it. On a device that does not
+    `largest`: of these programs, as `EnginePrograms.lowered` takes it. `options_of`: those of XLA
+    for a number of tokens. On a device that does not
     say its memory, so many that all rows have a quarter of their length, and one has it all.
     """
     sizes, stats = programs.sizes, memory_of(params)
@@ -425,7 +439,9 @@ def fitting_pages(
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
     scratch = 0
     for size in largest:
-        memory = programs.lowered(params, *size).compile().memory_analysis()
+        options = options_of(size[0] or size[1])
+        made = programs.lowered(params, *size).compile(compiler_options=options or None)
+        memory = made.memory_analysis()
         scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
     # As much again is for the compiler's trials and for holes between arrays.
     spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]

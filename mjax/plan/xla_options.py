@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.errors import UserError
 from mjax.kernels import choose
+from mjax.kernels.base.chooser import CHANNELS_ROWS
 from mjax.models.runtime.execution import Execution
 from mjax.plan.absent_devices import StandIn
 from mjax.plan.execution import DeviceFacts
@@ -42,6 +43,7 @@ EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # 86.5, Llama's layers 1,711 and 1,701, Mixtral's 508 and 506 (docs/lab/2026-11-26-norms.md). To try
 # them takes a fifth to a half of the time to compile. Over several GPUs some exchanges of tp and
 # ZeRO-3 would hide under no matmul.
+MOST_FEW_TOKENS = 256  # rows of a step of decoding
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 # XLA merges matmuls of one input, and what reads keys and values where their matmul put them would
 # find them in a slice of q, k and v. ViT-L: 100.7 ms a step, 103.5 merged.
@@ -91,6 +93,16 @@ def compiler_options(
     }
     good = [options for options, on in wanted.items() if on and accepted(options, devices[0])]
     return {name: value for options in good for name, value in options}
+
+
+def serving_options(tokens: int, in_8_bits: bool, device: jax.Device) -> dict[str, str | bool]:
+    """The XLA options of an engine's layers for so many tokens; `in_8_bits`: their weights.
+
+    XLA's own kernels read weights for few tokens faster than cuBLAS: Llama-3-8B takes 4.5 ms a
+    token with them and 6.8 without. For many tokens they win nothing and are slow to try.
+    """
+    few = CHANNELS_ROWS if in_8_bits else MOST_FEW_TOKENS
+    return {} if device.platform == "cpu" or tokens <= few else dict(CUBLAS)
 
 
 def fix_reduction_order() -> None:

@@ -67,9 +67,7 @@ def attend_to_pages(
     within, position = packed < new * GROUP, length - new + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     place = (start + packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
-    query, tail, size = _queries(
-        q, place, within, H, WIDTH, TAIL, keys.dtype.element_ty == tl.float8e4nv
-    )
+    query, tail, size = _queries(q, keys, place, within, H, WIDTH, TAIL)
     sink = tl.load(sinks + head * SINKS, within, other=NEVER) * LOG2E
     for split in tl.range(first + walker, last, WALKERS):
         mean, total = _walk(
@@ -181,7 +179,7 @@ def _tile_of(x, rows, is_there, FIRST, COUNT, WIDTH):
 
 
 @triton.jit
-def _queries(q, place, within, H, WIDTH, TAIL, SCALED):
+def _queries(q, keys, place, within, H, WIDTH, TAIL):
     """Both parts of a tile of queries; without a tail, the first twice. And their magnitudes.
 
     Keys of 8 bits are exact in fp16, and a GPU takes one instruction for two. So their queries are
@@ -193,7 +191,7 @@ def _queries(q, place, within, H, WIDTH, TAIL, SCALED):
     if TAIL:
         at, mask = _tile_of(q, place, within, H, TAIL, WIDTH)
         tail = tl.load(at, mask, other=0.0)
-    if SCALED:
+    if keys.dtype.element_ty == tl.float8e4nv:
         size = tl.max(tl.abs(query.to(tl.float32)), 1)
         if TAIL:
             size = tl.maximum(size, tl.max(tl.abs(tail.to(tl.float32)), 1))
@@ -222,35 +220,23 @@ def _unseen_hidden(scores, slot, position, WINDOW):
 
 
 @triton.jit
+def _add_scaled(mean, weights, value, scale):
+    """The mean and values weighted; weights are at most 1 in fp16, whatever the scales are."""
+    largest = tl.maximum(tl.max(scale, 0), LEAST_SCALE)
+    weights = weights * (scale / largest)[None]
+    return mean + tl.dot(weights.to(value.dtype), value) * largest
+
+
+@triton.jit
 def _walk(
-    query,
-    tail,
-    size,
-    position,
-    sink,
-    table,
-    ends,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    kv_head,
-    KV_HEADS,
-    H,
-    WIDTH,
-    TAIL,
-    PAGE,
-    SCALE,
-    SOFTCAP,
-    WINDOW,
-    KEYS,
-    STAGES,
-):
+    query, tail, size, position, sink, table, ends,
+    keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, WIDTH, TAIL,
+    PAGE, SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
+):  # fmt: skip
     """(the mean of values, the log-sum-exp of scores) of keys between `ends`.
 
     A tile lies in one page, which is asked for a turn early.
     """
-    SCALED: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     factor: tl.constexpr = SCALE if SOFTCAP == 0 else 1.0  # a cap is on scaled scores
     begin, end, whole = ends
     top = tl.maximum(sink, LOWEST)
@@ -278,12 +264,11 @@ def _walk(
         value = key
         if TAIL == 0:
             value = _channels(values, first, there, query, 0, H, WIDTH)
-        if SCALED:  # weights are at most 1 in fp16, whatever the scales are
+        mean *= left[:, None]
+        if SCALED:
             scale = tl.load(value_scales + first + slot - start, there, other=0.0)
-            largest = tl.maximum(tl.max(scale, 0), LEAST_SCALE)
-            weights = (weights * (scale / largest)[None]).to(query.dtype)
-            mean = mean * left[:, None] + tl.dot(weights, value) * largest
+            mean = _add_scaled(mean, weights, value, scale)
         else:
-            mean = tl.dot(weights.to(query.dtype), value, mean * left[:, None])
+            mean = tl.dot(weights.to(query.dtype), value, mean)
     total = tl.where(total > 0, total, 1.0)
     return mean / total[:, None], top + tl.log2(total)
