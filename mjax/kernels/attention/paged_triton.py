@@ -237,6 +237,7 @@ def _walk(
 
     A tile lies in one page, which is asked for a turn early.
     """
+    SCALED: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     factor: tl.constexpr = SCALE if SOFTCAP == 0 else 1.0  # a cap is on scaled scores
     begin, end, whole = ends
     top = tl.maximum(sink, LOWEST)
