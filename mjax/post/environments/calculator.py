@@ -12,7 +12,7 @@ from typing import Any
 from mjax.post.environments.chat_tokens import ChatTokens, final_answer
 from mjax.post.environments.environment import Turn, draws, graded
 from mjax.post.environments.expressions import evaluate_expression, number_text
-from mjax.post.environments.puzzles import MOST_DIGITS, require_sizes
+from mjax.post.environments.puzzles import MOST_DIGITS, draw_numbers, require_sizes
 
 CALL = re.compile(r"<calc>([^<]*)</calc>\s*$")
 QUESTION = (
@@ -38,12 +38,10 @@ class Calculator:
     def reset(self, seed: int, index: int) -> Turn:
         """An expression, such as "123*45-6"."""
         rng = draws(seed, index)
-        first = 10 ** (self.digits - 1)
-        numbers = rng.integers(first, 10**self.digits, self.terms).tolist()
-        signs = rng.choice(list("+-*"), self.terms)
-        problem = "".join(f"{sign}{number}" for sign, number in zip(signs, numbers, strict=True))
-        answer = number_text(evaluate_expression(problem[1:])[0])
-        prompt = self.chat.prompt(self.question.replace("{problem}", problem[1:]))
+        first, *others = draw_numbers(rng, self.digits, self.terms)
+        problem = str(first) + "".join(f"{rng.choice(list('+-*'))}{number}" for number in others)
+        answer = number_text(evaluate_expression(problem)[0])
+        prompt = self.chat.prompt(self.question, problem=problem)
         return Turn(prompt, {"answer": answer, "calls": 0})
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:

@@ -27,8 +27,10 @@ class ChatTokens:
     end_ids: tuple[int, ...]
     template: ChatTemplate | None = None
 
-    def prompt(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt, after which an answer begins."""
+    def prompt(self, text: str, **values: object) -> tuple[int, ...]:
+        """The ids of a prompt, after which an answer begins, with its {names} filled in."""
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", str(value))
         if self.template is None:
             return (*self.tokenizer.prefix, *self.tokenizer.encode(text))
         return tuple(reply_ids([_message("user", text)], self.tokenizer, self.template))
@@ -44,7 +46,9 @@ class ChatTokens:
         said = [_message("user", "?"), _message("assistant", _ANSWER), _message("user", text)]
         _, found, after = self.template.render(said).partition(_ANSWER)
         if not found:
-            raise UserError(f"{self.template.origin}: the chat template leaves out answers; mend it")
+            raise UserError(
+                f"{self.template.origin}: the chat template leaves out answers; mend it"
+            )
         ids = inside.encode(after)
         is_ended = bool(answer) and answer[-1] in self.end_ids
         return tuple(ids[1:] if is_ended and ids[0] in self.end_ids else ids)

@@ -31,11 +31,9 @@ class CodeTests:
         self.chat, self.sandbox = chat, Sandbox(seconds, memory)
         self.problems = read_problems(path, prompt=str, tests=list)
         for number, problem in enumerate(self.problems):
-            for test in problem["tests"]:
-                is_pair = isinstance(test, dict) and test.keys() == {"input", "output"}
-                if not isinstance(test, str) and not is_pair:
-                    said = f"{path}: problem {number}: a test is no code and no input with output"
-                    raise UserError(f"{said}; mend it or leave it out")
+            if not all(map(_is_test, problem["tests"])):
+                said = f"{path}: problem {number}: a test is no code and no input with output"
+                raise UserError(f"{said}; mend it or leave it out")
         self.sandbox.run("")  # or it says what is missing
 
     def reset(self, seed: int, index: int) -> Turn:
@@ -69,12 +67,20 @@ class CodeTests:
     def _faults_of_calls(self, program: str, tests: Sequence[str]) -> list[str]:
         calls, wanted = zip(*map(_as_call, tests), strict=True)
         output, fault = self.sandbox.run(program, calls=calls)
-        said = [_as_value(line) for line in output.splitlines()]
         faults = []
-        for (has_value, value), literal in zip(said, wanted, strict=False):
-            is_right = has_value and _equals(value, literal)
-            faults.append("" if is_right else value if not has_value else "wrong value")
-        return [*faults, *[fault or "ended early"] * (len(tests) - len(faults))][: len(tests)]
+        for line, literal in zip(output.splitlines(), wanted, strict=False):
+            has_value, value = _as_value(line)
+            if has_value:
+                value = "" if _equals(value, literal) else "wrong value"
+            faults.append(value)
+        return faults + [fault or "ended early"] * (len(tests) - len(faults))
+
+
+def _is_test(test: Any) -> bool:
+    """Whether it is code, or the texts of an input and an output."""
+    if isinstance(test, dict) and test.keys() == {"input", "output"}:
+        return all(isinstance(text, str) for text in test.values())
+    return isinstance(test, str)
 
 
 def _as_call(test: str) -> tuple[tuple[str, str], Any]:

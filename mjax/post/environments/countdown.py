@@ -6,7 +6,6 @@ rewarded: a reward for the form alone is one that a model stays at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ class Countdown:
     def reset(self, seed: int, index: int) -> Turn:
         """Numbers and their target."""
         numbers, target = countdown_problem(draws(seed, index), self.numbers, self.largest)
-        text = self.question.replace("{numbers}", " ".join(map(str, numbers)))
-        prompt = self.chat.prompt(text.replace("{target}", str(target)))
+        listed = " ".join(map(str, numbers))
+        prompt = self.chat.prompt(self.question, numbers=listed, target=target)
         return Turn(prompt, {"numbers": numbers, "target": target})
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
@@ -67,31 +66,3 @@ def countdown_problem(rng: np.random.Generator, count: int, largest: int) -> tup
         reached += [a // b] if a % b == 0 and b > 1 else []
         values.append(reached[rng.integers(len(reached))])
     return numbers, values[0]
-
-
-def solve_countdown(numbers: Sequence[int], target: int) -> tuple[list[str], str] | None:
-    """(steps such as "12-7=5", an expression of all numbers) that reach a target; None: none do."""
-    return _solved([(Fraction(number), str(number)) for number in numbers], target)
-
-
-def _solved(terms: list[tuple[Fraction, str]], target: int) -> tuple[list[str], str] | None:
-    if len(terms) == 1:
-        value, text = terms[0]
-        expression = text.removeprefix("(").removesuffix(")")
-        return ([], expression) if value == target else None
-    for i, (a, left) in enumerate(terms):
-        for j, (b, right) in enumerate(terms):
-            rest = [term for k, term in enumerate(terms) if k not in (i, j)]
-            for sign, value in _combined(a, b) if i != j else ():
-                found = _solved([*rest, (value, f"({left}{sign}{right})")], target)
-                if found is not None:
-                    return [f"{a}{sign}{b}={value}", *found[0]], found[1]
-    return None
-
-
-def _combined(a: Fraction, b: Fraction) -> list[tuple[str, Fraction]]:
-    """Results of a and b that are positive and whole, by their signs."""
-    found = [("+", a + b), ("*", a * b)] if a >= b else []  # the order does not matter
-    found += [("-", a - b)] if a > b else []
-    found += [("/", a / b)] if (a / b).denominator == 1 else []
-    return found

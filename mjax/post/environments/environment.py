@@ -7,7 +7,6 @@ checkpoint can hold.
 """
 
 import importlib
-import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -78,25 +77,23 @@ def make_environment(
     """The environment with a built-in name or of a class "module.path:Class", called as
     `Class(chat, **args)` with `ChatTokens`. `plain`: prompts without the chat template. Raises
     `UserError` for other names and arguments."""
-    place = BUILT_IN.get(name, name)
-    module, _, attribute = place.partition(":")
+    module, _, attribute = BUILT_IN.get(name, name).partition(":")
     if not attribute:
         known = ", ".join(BUILT_IN)
         raise UserError(f"no environment {name!r}; give one of {known}, or module.path:Class")
+    chat = ChatTokens(tokenizer, tuple(end_ids), None if plain else template)
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except Exception as e:  # whatever a module of the user's own raises
-        said = f"{type(e).__name__}: {first_line(e)}{line_of(e)}"
-        raise UserError(f"environment {name}: cannot be imported: {said}; mend it") from e
-    chat = ChatTokens(tokenizer, tuple(end_ids), None if plain else template)
-    taken = inspect.signature(kind)
-    try:
-        taken.bind(chat, **args)
-    except TypeError as e:
-        names = [p for p in taken.parameters if p != next(iter(taken.parameters))]
-        said = f"it takes {', '.join(names) or 'none'}"
-        raise UserError(f"environment {name}: its arguments: {e}; {said}") from None
-    return kind(chat, **args)
+        return kind(chat, **args)
+    except UserError:
+        raise
+    except Exception as e:  # whatever a class of the user's own raises
+        raise UserError(f"environment {name}: {_said(e)}; mend it or its arguments") from e
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line, with the place in the code that raised it."""
+    return f"{type(error).__name__}: {first_line(error)}{line_of(error)}"
 
 
 def call_environment(environment: Environment, name: str, method: str, args: Sequence) -> Turn:
@@ -109,10 +106,9 @@ def call_environment(environment: Environment, name: str, method: str, args: Seq
     except UserError:
         raise
     except (Exception, SystemExit) as e:
-        said = f"{type(e).__name__}: {first_line(e)}{line_of(e)}"
         if method == "step":
-            return Turn((), None, 0.0, {"failed": 1.0}, said)
-        raise UserError(f"environment {name}: {method}{tuple(args)}: {said}; mend it") from e
+            return Turn((), None, 0.0, {"failed": 1.0}, _said(e))
+        raise UserError(f"environment {name}: {method}{tuple(args)}: {_said(e)}; mend it") from e
 
 
 def _checked(turn: Turn) -> Turn:
@@ -127,7 +123,7 @@ def _checked(turn: Turn) -> Turn:
 
 def draws(seed: int, index: int) -> np.random.Generator:
     """Random numbers for prompt `index` of the stream with this seed, and no other."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, index]))
+    return np.random.Generator(np.random.Philox(key=(index << 64) + seed % 2**64))
 
 
 def graded(is_correct: bool, reason: str = "answered", **metrics: float) -> Turn:

@@ -29,8 +29,8 @@ class MathAnswers:
     def reset(self, seed: int, index: int) -> Turn:
         """A question of the file."""
         number = problem_at(seed, index, len(self.problems))
-        text = self.question.replace("{problem}", self.problems[number]["question"])
-        return Turn(self.chat.prompt(text), number)
+        problem = self.problems[number]["question"]
+        return Turn(self.chat.prompt(self.question, problem=problem), number)
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
         """The reward of the answer in \\boxed, in <answer>, or at the end of the text."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
+import numpy as np
+
 from mjax.errors import UserError
 from mjax.post.environments.chat_tokens import ChatTokens, final_answer
 from mjax.post.environments.environment import Turn, draws, graded
@@ -18,6 +20,12 @@ def require_sizes(environment: str, most: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= most:
             raise UserError(f"environment {environment}: {name}={size!r}: give 1 to {most}")
+
+
+def draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[int]:
+    """Numbers with so many digits each."""
+    first = 10 ** (digits - 1) if digits > 1 else 0
+    return rng.integers(first, 10**digits, count).tolist()
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,9 @@ class Arithmetic:
 
     def reset(self, seed: int, index: int) -> Turn:
         """A sum, such as "12+34="."""
-        first = 10 ** (self.digits - 1) if self.digits > 1 else 0
-        numbers = draws(seed, index).integers(first, 10**self.digits, self.terms).tolist()
+        numbers = draw_numbers(draws(seed, index), self.digits, self.terms)
         problem = "+".join(map(str, numbers))
-        prompt = self.chat.prompt(self.question.replace("{problem}", problem))
-        return Turn(prompt, str(sum(numbers)))
+        return Turn(self.chat.prompt(self.question, problem=problem), str(sum(numbers)))
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
         """The reward of an answer."""
@@ -63,9 +69,10 @@ class ReverseText:
         rng = draws(seed, index)
         words = []
         for length in rng.integers(2, 7, self.words):
-            words.append("".join(str(rng.choice(list(SOUNDS[n % 2]))) for n in range(length)))
+            letters = [rng.choice(list(SOUNDS[n % 2])) for n in range(length)]
+            words.append("".join(letters))
         text = " ".join(words)
-        return Turn(self.chat.prompt(self.question.replace("{problem}", text)), text[::-1])
+        return Turn(self.chat.prompt(self.question, problem=text), text[::-1])
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
         """2 M / T: M letters in common and in order, T letters of both texts (`difflib`)."""

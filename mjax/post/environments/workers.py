@@ -16,27 +16,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
+from mjax.post.environments import environment as environments
 from mjax.post.environments.chat_tokens import template_beside
-from mjax.post.environments.environment import (
-    Environment,
-    Turn,
-    call_environment,
-    make_environment,
-)
+from mjax.post.environments.environment import Environment, Turn
 
 START_LIMIT = 300.0  # seconds in which a process has made its environment
-_LOST = EOFError, OSError, pickle.UnpicklingError
 
 
-@dataclass(frozen=True)
-class EnvironmentRecipe:
+class EnvironmentRecipe(NamedTuple):
     """An environment in a form that another process can make.
 
     tokenizer: its spec, as data.tokenizer; a chat template is looked for beside it. end_ids: of
@@ -45,14 +40,16 @@ class EnvironmentRecipe:
 
     name: str
     tokenizer: str
-    end_ids: tuple[int, ...] | None
+    end_ids: Sequence[int] | None
     args: Mapping[str, Any]
 
     def make(self) -> Environment:
         """The environment. Raises `UserError`."""
         tokenizer, template = load_tokenizer(self.tokenizer), template_beside(self.tokenizer)
         ends = answer_ends(tokenizer, template) if self.end_ids is None else self.end_ids
-        return make_environment(self.name, tokenizer, ends, template=template, **self.args)
+        return environments.make_environment(
+            self.name, tokenizer, ends, template=template, **self.args
+        )
 
 
 @dataclass
@@ -80,8 +77,7 @@ class EnvironmentWorkers:
         count: int = 0,
         timeout_s: float = 30.0,
     ):
-        ends = None if end_ids is None else tuple(end_ids)
-        self.recipe = EnvironmentRecipe(name, str(tokenizer), ends, dict(args or {}))
+        self.recipe = EnvironmentRecipe(name, str(tokenizer), end_ids, dict(args or {}))
         self.timeout_s = timeout_s
         self._waiting: deque[_Call] = deque()
         self._done: list[tuple[Hashable, Turn]] = []
@@ -117,7 +113,7 @@ class EnvironmentWorkers:
     def submit(self, ticket: Hashable, method: str, *args: Any) -> None:
         """Ask for `reset(seed, index)` or `step(state, ids)`; `ready` gives its turn."""
         if self._own is not None:
-            turn = call_environment(self._own, self.recipe.name, method, args)
+            turn = environments.call_environment(self._own, self.recipe.name, method, args)
             self._done.append((ticket, turn))
             return
         self._waiting.append(_Call(ticket, method, args))
@@ -150,7 +146,7 @@ class EnvironmentWorkers:
             worker = busy.pop(connection)
             try:
                 self._take(worker, connection.recv())
-            except _LOST:
+            except (EOFError, OSError, pickle.UnpicklingError):
                 self._replace(worker, f"the process ended by {worker.end()}")
         for worker in busy.values():
             if time.monotonic() > worker.until:
@@ -210,18 +206,14 @@ class _Worker:
     def begin(self, call: _Call, seconds: float) -> None:
         """Send a call; a process that is gone is noticed when its turn is received."""
         self.call, self.until = call, time.monotonic() + seconds
-        try:
+        with suppress(OSError):
             self.connection.send((call.method, call.args))
-        except OSError:
-            pass
 
     def end(self) -> str:
         """Kill the process and its group, if they are there, and say how it ended."""
         code = self.process.poll()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         if not self.connection.closed:
             self.connection.close()
@@ -237,15 +229,12 @@ def main(pipe: int, life: int) -> None:
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     if select.select([life], [], [], 0)[0]:
         return  # the parent has ended before
-    connection = Connection(pipe)
-    try:
+    with suppress(EOFError, OSError), Connection(pipe) as connection:
         recipe = connection.recv()
         environment = _answer(connection, recipe.make)
         while True:
-            method, args = connection.recv()
-            _answer(connection, call_environment, environment, recipe.name, method, args)
-    except (EOFError, OSError):
-        return
+            asked = connection.recv()
+            _answer(connection, environments.call_environment, environment, recipe.name, *asked)
 
 
 def _answer(connection: Connection, function: Any, *args: Any) -> Any:
