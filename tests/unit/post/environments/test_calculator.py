@@ -82,7 +82,9 @@ def test_a_template_is_found_beside_its_tokenizer_or_there_is_none(tmp_path):
 
 
 def test_a_template_that_leaves_out_answers_is_one_line(tmp_path):
-    place = write_tokenizer(tmp_path / "t", "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
+    place = write_tokenizer(
+        tmp_path / "t", "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+    )
     chat = ChatTokens(load_tokenizer(place), (), template_beside(place))
     with pytest.raises(UserError, match="the chat template leaves out answers; mend it"):
         chat.reply("84", [1])

@@ -15,7 +15,9 @@ PUZZLES = "arithmetic", "calculator", "countdown", "reverse_text"
 @pytest.mark.parametrize("name", PUZZLES)
 def test_a_prompt_is_a_function_of_seed_and_index_alone(name):
     first = over_bytes(name)
-    prompts = {(seed, index): first.reset(seed, index) for seed in (0, 2**60, -1) for index in range(9)}
+    prompts = {
+        (seed, index): first.reset(seed, index) for seed in (0, 2**60, -1) for index in range(9)
+    }
     again = over_bytes(name)
     for key in reversed(prompts):
         assert again.reset(*key) == prompts[key]
