@@ -59,7 +59,7 @@ class EnvironmentCall:
     method: str
     args: Sequence
     until: float
-    is_second: bool = False  # a reset is tried again once
+    is_second: bool = False  # what comes before an answer is tried again once
 
 
 class EnvironmentWorkers:
@@ -167,24 +167,24 @@ class EnvironmentWorkers:
         self._workers.remove(worker)
         ended = worker.end()
         call, reason = worker.call, reason or f"the process ended by {ended}"
-        if call.method == "make" or call.method == "reset" and call.is_second:
-            what = "" if call.method == "make" else f"{tuple(call.args)}, twice"
-            problem = f"environment {self.recipe.name}: {call.method}{what}: {reason}"
+        if call.method != "step" and call.is_second:
+            asked = f"{call.method}{tuple(call.args)}, twice"
+            problem = f"environment {self.recipe.name}: {asked}: {reason}"
             raise UserError(f"{problem}; mend it or allow more time")
-        self._workers.append(_Worker(self.recipe))
+        self._workers.append(_Worker(self.recipe, is_second=call.method == "make"))
         if call.method == "reset":
             call.is_second = True
             self._waiting.appendleft(call)
-        else:
+        elif call.method == "step":
             self._done.append((call.ticket, Turn((), None, 0.0, {}, reason)))
 
 
 class _Worker:
     """A process, the pipe to it, and its call; None: it waits for one."""
 
-    def __init__(self, recipe: EnvironmentRecipe):
-        self.call: EnvironmentCall | None
-        self.call = EnvironmentCall(None, "make", (), time.monotonic() + START_LIMIT)
+    def __init__(self, recipe: EnvironmentRecipe, is_second: bool = False):
+        until = time.monotonic() + START_LIMIT
+        self.call: EnvironmentCall | None = EnvironmentCall(None, "make", (), until, is_second)
         self.connection, its = Pipe()
         life, self.life = os.pipe()
         numbers = its.fileno(), life

@@ -122,9 +122,11 @@ def test_every_call_gives_one_turn_whatever_the_environment_does(tmp_path):
         (pid,) = turn.ids
         assert ticket == "prompt" and is_alive(pid)
         workers.submit("killed", "step", "wait 1", [])
-        for started in children() - before:
+        for started in children() - before:  # one may be making its environment
             os.kill(started, signal.SIGKILL)
         assert workers.ready(20)[0][1].reason == "the process ended by SIGKILL"
+        workers.submit("after", "step", "well", [])
+        assert workers.ready(30)[0][1].reward == 1
         assert len(children() - before) == 2
     assert children() == before
 
@@ -141,7 +143,7 @@ def test_no_processes_answer_in_this_one():
 @slow
 def test_what_does_not_start_is_one_line_and_leaves_no_process():
     before = children()
-    ended = "make: the process ended by exit code 3"
+    ended = r"make\(\), twice: the process ended by exit code 3"
     for start, said in [("raise", "ValueError: not today"), ("die", ended)]:
         with pytest.raises(UserError, match=said):
             EnvironmentWorkers(HERE, "byte", args={"start": start}, count=2)
