@@ -87,7 +87,6 @@ STEPS = {
     "exit": "SystemExit: 3 at ",
     "die": "the process ended by exit code 3",
     "kill": "the process ended by SIGKILL",
-    "hang": "time limit",
 }
 
 
@@ -116,6 +115,7 @@ def test_every_call_gives_one_turn_whatever_the_environment_does(tmp_path):
             assert turn.reason.startswith(reason) and turn.is_done
             assert turn.reward == float(reason == "answered")
             assert turn.metrics == ({"failed": 1.0} if state in ("raise", "exit") else {})
+        assert found[len(STEPS)] == Turn((), None, 0.0, {}, "time limit")
         assert has_ended(map(int, pids.read_text().split()))  # with what it had started
         workers.submit("prompt", "reset", 0, 0)
         ((ticket, turn),) = workers.ready(20)
@@ -146,7 +146,7 @@ def test_what_does_not_start_is_one_line_and_leaves_no_process():
     ended = r"make\(\), twice: the process ended by exit code 3"
     for start, said in [("raise", "ValueError: not today"), ("die", ended)]:
         with pytest.raises(UserError, match=said):
-            EnvironmentWorkers(HERE, "byte", args={"start": start}, count=2)
+            EnvironmentWorkers(HERE, "byte", args={"start": start}, count=1)
         assert children() == before
     with pytest.raises(UserError, match="no environment 'nothing'"):
         EnvironmentWorkers("nothing", "byte")
