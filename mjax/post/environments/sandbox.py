@@ -93,7 +93,10 @@ class Sandbox:
                 _end_namespace(process)
             written = [os.pread(number, MOST_OUTPUT, 0) for number in numbers[4:]]
         output, errors = (content.decode(errors="replace") for content in written)
-        return output, fault or _fault(process.returncode, errors)
+        fault = fault or _fault(process.returncode, errors)
+        if fault.startswith("bwrap: "):  # the program has not run; one that says so earns nothing
+            raise RuntimeError(fault)
+        return output, fault
 
     def _limits(self) -> dict[str, int]:
         """RLIMITs of each process. FSIZE is for its output, the one file that it writes."""

@@ -13,6 +13,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.post.environments import sandbox
+from mjax.post.environments.environment import call_environment
 from mjax.post.environments.system_calls import system_call_filter
 from mjax.post.environments.workers import EnvironmentWorkers
 from tests.chats import write_lines
@@ -183,6 +184,16 @@ def test_a_machine_without_namespaces_is_one_line(monkeypatch, bubblewrap_again,
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="No permissions to create new namespace.; allow user name"):
         sandbox.Sandbox().run("")
+
+
+def test_a_sandbox_that_fails_later_counts_as_a_failure(monkeypatch, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "?", "tests": IN_OUT}])
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: ("/bin/sh", "-c", "exit 0"))
+    environment = over_bytes("code", path=path)
+    broken = "/bin/sh", "-c", "echo 'bwrap: Can not fork' >&2; exit 1"
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: broken)
+    turn = call_environment(environment, "code", "step", (0, []))
+    assert turn.reward == 0 and turn.metrics == {"failed": 1.0} and "Can not fork" in turn.reason
 
 
 def test_a_machine_whose_system_calls_are_not_known_is_one_line(monkeypatch):
