@@ -98,7 +98,10 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         ctx = whole.of(stream)
         if rows_hold_one or stream != DECODER:
             ctx = replace(ctx, documents=PADDED_ROWS)
-        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, word), scale=1.0)
+        tokens = tokens_of((1, 1))
+        if cfg.data.shared_prefixes:
+            tokens = replace(tokens, prefixes=tokens.positions)
+        call = attention_call(own, BranchInputs(tokens, ctx, word), scale=1.0)
         facts = {
             "call": call,
             "sinks": own.attention.attention_sinks,

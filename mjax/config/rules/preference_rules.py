@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -73,6 +74,21 @@ def answers_are_conversations(c: Config) -> Iterator[str]:
 def answers_are_documents(c: Config) -> Iterator[str]:
     if c.train.objective in ANSWER_OBJECTIVES and not c.data.document_mask:
         yield "answers of a row would see each other: `data.document_mask`"
+
+
+@rule("set data.shared_prefixes=false")
+def prefixes_can_be_shared(c: Config) -> Iterator[str]:
+    if not c.data.shared_prefixes:
+        return
+    branches = [BRANCHES[word] for word in c.model.branches]
+    if c.mesh.cp > 1:
+        yield "`mesh.cp` cuts rows, and answers need their prompt whole (`data.shared_prefixes`)"
+    is_decoder = c.model.architecture.name == "decoder"
+    if not is_decoder or any(b.has_heads and b.mask != "causal" for b in branches):
+        yield "`data.shared_prefixes` is built for decoders with causal attention"
+    is_single = c.preference.is_unpaired and "kto" not in c.preference.losses
+    if c.train.objective == "preference" and is_single or c.reward.loss_type == "steps":
+        yield "`data.shared_prefixes`, but each prompt has one answer"
 
 
 @rule("set model.num_labels=1 with mjax reward, and to 0 with any other objective")

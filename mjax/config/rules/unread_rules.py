@@ -248,6 +248,7 @@ NEEDS = (
     ),
     _objective("distill: teacher stored beta temperature label_weight", "distill"),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),
+    _objective("data.shared_prefixes", "preference", "reward"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",

@@ -144,6 +144,8 @@ def _attention(
         return Choice(call.implementation, "train.attention asks for it")
     if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    if call.shared:
+        return _attention_to_prefixes(call, sinks or relative)
     has_several = call.max_documents != 1 and not call.padded
     sizes = x.shape[-1], value_size or x.shape[-1]
     more = {"sinks": sinks, "relative": relative}
@@ -172,6 +174,15 @@ def _attention(
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
 
+def _attention_to_prefixes(call: AttentionCall, has_more: bool) -> Choice:
+    """The kernel for segments that share prefixes."""
+    if call.window is not None:
+        return Choice("xla", "no fused kernel of ours has windows over shared prefixes")
+    if call.softcap is not None or has_more:
+        return Choice("xla", "no fused kernel of ours has soft-caps and sinks with shared prefixes")
+    return Choice("cudnn", "two of its calls, to own and to shared keys, merge")
+
+
 def mosaic_attention_lacks(
     dtype: jnp.dtype, size: int, value_size: int, call: AttentionCall, device: Device
 ) -> str | None:
@@ -182,6 +193,8 @@ def mosaic_attention_lacks(
         return "it has no model.attention.attention_dropout"
     if call.mask != "causal":
         return f"it has causal masks only, no {call.mask} mask"
+    if call.shared:
+        return "it has no shared prefixes"
     if dtype != jnp.bfloat16:
         return f"it computes bfloat16, not precision.compute={dtype}"
     if size not in HEAD_SIZES:
@@ -216,6 +229,8 @@ def short_attention_lacks(
         return "it has no soft-caps, sinks and biases by distance"
     if call.mask == "prefix":
         return "it has no prefix mask"
+    if call.shared:
+        return "it has no shared prefixes"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes bfloat16 and float16, not precision.compute={dtype}"
     if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
