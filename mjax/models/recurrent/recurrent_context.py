@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.errors import UserError
+from mjax.kernels.recurrence.forks import Forks, forks_of
 from mjax.models.attention.zigzag import natural
 from mjax.models.base.context import Context, Tokens
 
@@ -42,13 +44,19 @@ def _with_rows(x: jax.Array, rows: int) -> jax.Array:
     return x.reshape(rows, -1, *channels)
 
 
-def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | None:
+def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | Forks | None:
     """Which tokens start a document, bool, as `to_pieces` has them; None: no borders.
+
+    `Forks` where documents may continue a prefix.
 
     The first token of a sequence starts none, or one, which is the same: no state is before it.
     """
     if tokens.segments is None or ctx.documents.most == 1:
         return None
+    if tokens.prefixes is not None:
+        if ctx.parallel.cp > 1:
+            raise UserError("mesh.cp: states do not start from a prefix over it; set mesh.cp=1")
+        return forks_of(tokens.segments, tokens.prefixes)
     segments = to_pieces(tokens.segments, ctx)
     before = segments[:, :1]
     if ctx.parallel.cp > 1:
