@@ -39,6 +39,7 @@ def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
         fp8_experts=in_8_bits and cfg.precision.fp8_experts,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
+        shared_prefixes=cfg.data.shared_prefixes,
     )
 
 

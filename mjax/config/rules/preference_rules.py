@@ -80,11 +80,10 @@ def answers_are_documents(c: Config) -> Iterator[str]:
 def prefixes_can_be_shared(c: Config) -> Iterator[str]:
     if not c.data.shared_prefixes:
         return
-    branches = [BRANCHES[word] for word in c.model.branches]
+    heads = (BRANCHES[word] for word in c.model.branches if BRANCHES[word].has_heads)
     if c.mesh.cp > 1:
         yield "`mesh.cp` cuts rows, and answers need their prompt whole (`data.shared_prefixes`)"
-    is_decoder = c.model.architecture.name == "decoder"
-    if not is_decoder or any(b.has_heads and b.mask != "causal" for b in branches):
+    if c.model.architecture.name != "decoder" or {b.mask for b in heads} - {"causal"}:
         yield "`data.shared_prefixes` is built for decoders with causal attention"
     is_single = c.preference.is_unpaired and "kto" not in c.preference.losses
     if c.train.objective == "preference" and is_single or c.reward.loss_type == "steps":

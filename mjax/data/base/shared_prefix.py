@@ -5,8 +5,8 @@ which begins with a copy of that token, at its position. So each place of a row 
 its logits are those of the document by itself. For a prompt of P tokens and G answers of R, a group
 takes P - 1 + G (R + 1) tokens in the place of G (P + R).
 
-Segments of documents are numbered as in rows that share nothing: from 1 on, in their order. Those
-of contexts come after, with odd numbers. Invariant: the blocks of a group follow its context at
+Segments of documents are numbered as in rows that share nothing: from 1 on, in their order.
+Contexts come after them, with odd numbers. Invariant: the blocks of a group follow its context at
 once, which layers with a state build on.
 """
 

@@ -178,34 +178,31 @@ def _seen_rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Se
 
 def _reference(q, k, v, call, arrays):
     """Plain softmax attention, a chunk of queries at a time, recomputed in the backward."""
-    size, columns, segments = q.shape[1], arrays.columns, arrays.segments
-    shared = arrays.shared
+    size, columns, segments, shared = q.shape[1], arrays.columns, arrays.segments, arrays.shared
     if _is_near(q, k, call, arrays):
         return _near(q, k, v, call, arrays)
+    of_queries = (None if segments is None else segments[0]), None
+    if shared is not None:
+        of_queries = segments[0], (shared.prefixes, shared.positions[0])
 
-    def block(q, column, segment, shared):
-        part = replace(arrays, columns=(column, columns[1]), segments=segment, shared=shared)
+    def block(q, column, of_queries):
+        segment, prefixes = of_queries
+        part = replace(arrays, columns=(column, columns[1]))
+        if segment is not None:
+            part = replace(part, segments=(segment, segments[1]))
+        if prefixes is not None:
+            own = SharedKeys(prefixes[0], (prefixes[1], shared.positions[1]))
+            part = replace(part, shared=own)
         return _dense(q, k, v, call, part)
 
-    def segment_of(at, n):
-        if segments is None:
-            return None
-        return jax.lax.dynamic_slice_in_dim(segments[0], at, n, 1), segments[1]
-
-    def shared_of(at, n):
-        if shared is None:
-            return None
-        of_queries = shared.prefixes, shared.positions[0]
-        prefixes, positions = (jax.lax.dynamic_slice_in_dim(x, at, n, 1) for x in of_queries)
-        return SharedKeys(prefixes, (positions, shared.positions[1]))
-
     if size <= _QUERY_CHUNK or size % _QUERY_CHUNK:
-        return block(q, columns[0], segment_of(0, size), shared)
+        return block(q, columns[0], of_queries)
 
     def chunk(at):
         take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=_QUERY_CHUNK)
-        part = take(q, at, axis=1), take(columns[0], at, axis=-1), segment_of(at, _QUERY_CHUNK)
-        return jax.checkpoint(block)(*part, shared_of(at, _QUERY_CHUNK))
+        facts = jax.tree.map(lambda x: take(x, at, axis=1), of_queries)
+        part = take(q, at, axis=1), take(columns[0], at, axis=-1), facts
+        return jax.checkpoint(block)(*part)
 
     out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
     return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])

@@ -30,12 +30,11 @@ _NOTHING = -1e30  # the log-sum-exp of queries that see no key
 
 
 class PackedRuns(NamedTuple):
-    """Queries and keys of a packed call.
+    """Queries and keys of a packed call: runs of columns.
 
-    packing: cuDNN's lengths of queries and keys [B, M], and their offsets [B, M + 1], -1 filled.
-    row, column: int32 [B, S], the place of each token's log-sum-exp in cuDNN's array; a row that it
-        lacks where the token is in no run.
-    queries, keys: bool [B, S], the tokens that are in one.
+    packing: cuDNN's lengths of queries and of keys [B, M], and their offsets [B, M + 1], -1 filled.
+    row, column: int32 [B, S], the place of each token's log-sum-exp in cuDNN's array.
+    queries, keys: bool [B, S], the tokens that are in a run.
     """
 
     packing: tuple[jax.Array, ...]
@@ -43,21 +42,6 @@ class PackedRuns(NamedTuple):
     column: jax.Array
     queries: jax.Array
     keys: jax.Array
-
-    @property
-    def segments(self) -> int:
-        """The segments of the batch, B M."""
-        return self.packing[0].size
-
-    def of_tokens(self, lse: jax.Array) -> jax.Array:
-        """cuDNN's log-sum-exps in the order of tokens, [B, N, S]."""
-        found = lse.at[self.row, :, self.column].get(mode="fill", fill_value=_NOTHING)
-        return jnp.moveaxis(found, 2, 1)
-
-    def of_segments(self, lse: jax.Array) -> jax.Array:
-        """The inverse of `of_tokens`."""
-        empty = jnp.zeros((self.segments, lse.shape[1], lse.shape[2]), lse.dtype)
-        return empty.at[self.row, :, self.column].set(jnp.moveaxis(lse, 1, 2), mode="drop")
 
 
 def shared_prefix_attention(
@@ -71,59 +55,40 @@ def shared_prefix_attention(
     widest = max(q.shape[-1], size)
     q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (q, k, v))
     most = max(call.max_documents or q.shape[1], 2)  # cuDNN packs two segments or more
-    runs = own_runs(arrays.segments[0], most), prefix_runs(arrays, max(most // 2, 2))
-    return _merged(q, k, v, runs, call)[..., :size]
+    return _merged(q, k, v, packed_runs(arrays, most), call)[..., :size]
 
 
-def own_runs(segments: jax.Array, most: int) -> PackedRuns:
-    """Each segment with itself, of at most `most` in a row."""
-    lengths, starts = document_offsets(segments, most)
-    begins = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-    everywhere = jnp.ones(segments.shape, bool)
-    packing = lengths, lengths, starts, starts
-    return PackedRuns(packing, *_stored_places(begins, everywhere, most), everywhere, everywhere)
-
-
-def prefix_runs(arrays: AttentionArrays, most: int) -> PackedRuns:
-    """The segments that share a prefix with it, which lies before them; at most `most` in a row."""
+def packed_runs(arrays: AttentionArrays, most: int) -> tuple[PackedRuns, PackedRuns]:
+    """(each segment with itself, those that share a prefix with it); at most `most` in a row."""
     segments, prefixes = arrays.segments[0], arrays.shared.prefixes
-    size = segments.shape[1]
-    place = jnp.arange(size, dtype=jnp.int32)
-    has_one = prefixes > 0
-    changed = jnp.diff(prefixes, axis=1) != 0
-    begins = has_one & jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
-    ends = has_one & jnp.pad(changed, ((0, 0), (0, 1)), constant_values=True)
-    new = jnp.diff(segments, axis=1) != 0
-    of_segment = lax.cummax(jnp.where(jnp.pad(new, ((0, 0), (1, 0))), place, 0), axis=1)
-    after = jnp.where(jnp.pad(new, ((0, 0), (0, 1))), place + 1, size)
-    after = lax.cummin(after, axis=1, reverse=True)
-    reader = jnp.take_along_axis(prefixes, jnp.minimum(after, size - 1), 1)
-    is_read = (reader == segments) & (after < size) & (reader > 0)
-
-    def listed(where: jax.Array, behind: int) -> jax.Array:
-        places = jnp.sort(jnp.where(where, place + behind, size + 1), axis=1)
-        return jnp.pad(places, ((0, 0), (0, most)), constant_values=size + 1)[:, :most]
-
-    first, last = listed(begins, 0), listed(ends, 1)
-    is_run = first < size
-    before = jnp.take_along_axis(of_segment, jnp.clip(first - 1, 0, size - 1), 1)
-
-    def filled(x: jax.Array, more: int = 0) -> jax.Array:
-        return jnp.pad(jnp.where(is_run, x, -1), ((0, 0), (0, more)), constant_values=-1)
-
-    lengths = filled(last - first), filled(first - before)
-    packing = *lengths, filled(first, 1), filled(before, 1)
-    return PackedRuns(packing, *_stored_places(begins, has_one, most), has_one, is_read)
+    lengths, starts = document_offsets(segments, most)
+    all_tokens = jnp.ones(segments.shape, bool)
+    packing = lengths, lengths, starts, starts
+    own = PackedRuns(packing, *_stored_places(segments), all_tokens, all_tokens)
+    lengths, starts = document_offsets(prefixes, most)
+    first = jnp.maximum(starts[:, :most], 0)
+    of_run = jnp.take_along_axis(prefixes, first, 1)
+    is_run = (of_run > 0) & (lengths > 0)
+    _, column = _stored_places(segments)
+    before = jnp.maximum(first - 1, 0)  # the last token of the prefix
+    of_prefix = 1 + jnp.take_along_axis(column, before, 1)
+    nothing = jnp.minimum(lengths, 0)  # 0 for runs without a prefix, -1 where there is no run
+    keys = jnp.where(is_run, of_prefix, nothing)
+    queries = jnp.where(is_run, lengths, nothing)
+    of_keys = jnp.where(is_run, first - of_prefix, starts[:, :most])
+    of_keys = jnp.concatenate([of_keys, starts[:, most:]], 1)
+    is_read = jnp.any((segments[..., None] == of_run[:, None]) & is_run[:, None], -1)
+    packing = queries, keys, starts, of_keys
+    return own, PackedRuns(packing, *_stored_places(prefixes), prefixes > 0, is_read)
 
 
-def _stored_places(begins: jax.Array, queries: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """`row` and `column` of `PackedRuns`: jax lists the runs of all rows without gaps."""
-    place = jnp.arange(begins.shape[1], dtype=jnp.int32)
+def _stored_places(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the number of a token's run of equal ids, its place there): jax lists runs without gaps."""
+    place = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    begins = jnp.diff(ids, axis=1, prepend=ids[:, :1] - 1) != 0
     first = lax.cummax(jnp.where(begins, place, 0), axis=1)
-    number = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
-    in_row = number[:, -1] + 1
-    row = number + (jnp.cumsum(in_row) - in_row)[:, None]
-    return jnp.where(queries, row, most * len(begins)), place - first
+    number = jnp.cumsum(begins, dtype=jnp.int32).reshape(ids.shape) - 1
+    return number, place - first
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -132,28 +97,27 @@ def _merged(q, k, v, runs, call):
 
 
 def _merged_forward(q, k, v, runs, call):
-    total, lse = None, None
-    for run, block in zip(runs, _blocks(call), strict=True):
+    total, lse = jnp.zeros(q.shape, jnp.float32), None
+    for run, block in zip(runs, _two_calls(call), strict=True):
         out, found = bind_forward(q, k, v, None, run.packing, block)
+        found = jnp.where(run.queries[..., None], found[run.row, :, run.column], _NOTHING)
+        both = found if lse is None else jnp.logaddexp(lse, found)
         out = jnp.where(run.queries[..., None, None], out, 0).astype(jnp.float32)
-        found = run.of_tokens(found)
-        if lse is None:
-            total, lse = out, found
-            continue
-        both = jnp.logaddexp(lse, found)
-        total = total * _share(lse, both) + out * _share(found, both)
-        lse = both
+        total = total if lse is None else total * jnp.exp(lse - both)[..., None]
+        total, lse = total + out * jnp.exp(found - both)[..., None], both
     out, lse = checkpoint_name(total.astype(q.dtype), "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, runs, out, lse)
+    return out, (q, k, v, runs, out, lse)  # lse [B, S, N]
 
 
 def _merged_backward(call, saved, d_out):
     q, k, v, runs, out, lse = saved
     sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-    for run, block in zip(runs, _blocks(call), strict=True):
-        stored = run.of_segments(lse)
+    for run, block in zip(runs, _two_calls(call), strict=True):
+        stored = jnp.zeros((run.packing[0].size, q.shape[2], q.shape[1]), jnp.float32)
+        stored = stored.at[run.row, :, run.column].set(lse)
         found = bind_backward(q, k, v, None, run.packing, out, stored, d_out, block)
-        for n, (gradient, is_set) in enumerate(zip(found, (run.queries, run.keys, run.keys))):
+        are_set = run.queries, run.keys, run.keys
+        for n, (gradient, is_set) in enumerate(zip(found, are_set, strict=True)):
             sums[n] += jnp.where(is_set[..., None, None], gradient, 0).astype(jnp.float32)
     return *(total.astype(q.dtype) for total in sums), None
 
@@ -161,11 +125,6 @@ def _merged_backward(call, saved, d_out):
 _merged.defvjp(_merged_forward, _merged_backward)
 
 
-def _blocks(call: AttentionCall) -> tuple[AttentionCall, AttentionCall]:
+def _two_calls(call: AttentionCall) -> tuple[AttentionCall, AttentionCall]:
     """The calls of a segment's own keys and of its prefix's."""
     return call, AttentionCall(call.scale, mask="full", deterministic=call.deterministic)
-
-
-def _share(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """The share of a part in a softmax over all, [B, S, N, 1]."""
-    return jnp.exp(jnp.swapaxes(lse - total, 1, 2))[..., None]

@@ -7,12 +7,11 @@ a token meets those of its own document and of its prefix, decayed along its own
 decays L summed from the chunk's start, b before its document and e at its prefix's end, the decay
 from token s of the prefix to token q is L[q] - L[b] + L[e] - L[s].
 
-The gated delta rule and Mamba-2's scan have the same form: y[q] = sum of decay q[q].k[s] u[s] + what
-is left of S and P, read with q. For Mamba-2 u is dt x; the delta rule solves a system for it
-(`gated_delta.py`), whose keys are those along the path. So P - 1 + G (R + 1) tokens are scanned in
-the place of G (P + R). Chunks are computed one after the other, each again in the backward, which
-keeps the states between chunks, [C, B, 2, H, P, N] in fp32. Letters: as in `chunks.py`; N channels
-of a key, P of a value.
+The gated delta rule and Mamba-2's scan have the same form: y[q] is the sum of decay (q[q] . k[s])
+u[s], and what q reads of the rest of S and P. For Mamba-2 u is dt x; the delta rule solves a system
+for it (`gated_delta.py`), over the tokens of a path. Chunks are computed one after the other, each
+again in the backward, which keeps the states between chunks, [C, B, 2, H, P, N] in fp32. Letters:
+as in `chunks.py`; N channels of a key, P of a value.
 """
 
 from typing import NamedTuple
@@ -64,24 +63,12 @@ class PathFacts(NamedTuple):
     left: jax.Array
 
 
-def forks_of(segments: jax.Array, prefixes: jax.Array) -> Forks:
-    """The documents of `Tokens.segments` and `Tokens.prefixes`, int32 [B, S]."""
-    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
-    begins = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-    documents = jnp.cumsum(begins, 1, dtype=jnp.int32)
-    forks = (prefixes > 0) & (before == prefixes)
-    latest = lax.cummax(jnp.where(forks, documents - 1, -1), axis=1)
-    return Forks(documents, jnp.where(prefixes > 0, latest, -1))
-
-
 def forked_scan(reads: ForkedReads, forks: Forks, chunk: int) -> tuple[jax.Array, jax.Array]:
     """(y [B, S, H, P] in v's dtype, the state after the last token, fp32 [B, H, P, N])."""
     batch, length, heads, size = reads.v.shape
     chunk = min(chunk, length)
     padded = ((0, 0), (0, -length % chunk))
-    documents, parents = (
-        jnp.pad(x, padded, mode="edge").reshape(batch, -1, chunk) for x in forks
-    )
+    documents, parents = (jnp.pad(x, padded, mode="edge").reshape(batch, -1, chunk) for x in forks)
     latest = lax.cummax(parents.reshape(batch, -1), axis=1).reshape(parents.shape)[:, :-1, -1]
     saved = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)
     of_reads = ForkedReads(*(None if x is None else cut(x, chunk) for x in reads))
@@ -105,7 +92,7 @@ def _chunk_step(states, reads: ForkedReads, documents, parents, before, saved):
     by_groups = states.astype(dtype).reshape(2, groups, -1, *states.shape[2:])
 
     def read(x: jax.Array) -> jax.Array:
-        """What x [Q, G, N] reads of the states before the chunk, [Q, H, P]."""
+        """[Q, H, P] that x [Q, G, N] reads of the states before the chunk."""
         found = jnp.einsum("qgn,igrpn->qigrp", x, by_groups, **exactly)
         return jnp.sum(found.reshape(tokens, 2, *v.shape[1:]) * facts.seen[..., None], 1)
 
@@ -123,8 +110,7 @@ def _chunk_step(states, reads: ForkedReads, documents, parents, before, saved):
     of_groups = by_group(written, groups)
     y = jnp.einsum("grqs,sgrp->qgrp", weights.astype(dtype), of_groups, **exactly)
     y = y.reshape(v.shape) + read(q)
-    kept = (written * facts.rest[..., None]).astype(dtype)
-    kept = kept.reshape(2, *of_groups.shape)
+    kept = (written * facts.rest[..., None]).astype(dtype).reshape(2, *of_groups.shape)
     new = jnp.einsum("iqgrp,qgn->igrpn", kept, k, **exactly).reshape(states.shape)
     states = jnp.einsum("ijh,jhpn->ihpn", facts.left, states) + new
     return states, y.astype(dtype)
@@ -147,34 +133,28 @@ def _path_facts(log_decay, documents, parents, before, saved) -> PathFacts:
     own = (documents[:, None] == documents) & (place[:, None] >= place)
     of_prefix = follows[:, None] & (parents[:, None] == documents)
     apart = jnp.where(own[..., None], log[:, None] - log, path[:, None] - log)
-    between = _decay(own | of_prefix, apart)
+    between = _decay_where(own | of_prefix, apart)
     on_path = follows & (parents == before)
-    seen = jnp.stack(
-        [
-            _decay((documents == before) | on_path, jnp.where(on_path[:, None], path, log)),
-            _decay(follows & (parents == saved) & ~on_path, path),
-        ],
-        1,
-    )
+    from_s = _decay_where((documents == before) | on_path, jnp.where(on_path[:, None], path, log))
+    from_p = _decay_where(follows & (parents == saved) & ~on_path, path)
+    seen = jnp.stack([from_s, from_p], 1)
     last, prefix = fork[-1], of_last[fork[-1]]
     is_new, end = last >= 0, start[last]
-    nothing = jnp.zeros_like(end)
-    of_new = _decay(is_new & (documents == prefix) & (place < last), end - log)
+    of_new = _decay_where(is_new & (documents == prefix) & (place < last), end - log)
     rest = jnp.stack([between[-1], of_new])
-    from_s = _decay(is_new & (prefix == before), end)
-    to_p = jnp.stack([from_s, jnp.where(is_new, nothing, nothing + 1)])
+    to_p = jnp.stack(
+        [_decay_where(is_new & (prefix == before), end), jnp.where(is_new, 0, jnp.ones_like(end))]
+    )
     return PathFacts(between, seen, rest, jnp.stack([seen[-1], to_p]))
 
 
-def _decay(where: jax.Array, log: jax.Array) -> jax.Array:
+def _decay_where(where: jax.Array, log: jax.Array) -> jax.Array:
     """exp(log [..., H]) at the places of `where`, 0 elsewhere."""
     return jnp.exp(jnp.where(where[..., None], log, -jnp.inf))
 
 
 @jax.checkpoint
-def forked_conv(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, forks: Forks
-) -> jax.Array:
+def forked_conv(x: jax.Array, weight: jax.Array, bias: jax.Array | None, forks: Forks) -> jax.Array:
     """`causal_conv` (`causal_conv.py`), where documents begin behind the end of their prefix."""
     documents, parents = forks
     wide, taps = wide_dtype(x.dtype), weight.shape[-1]
@@ -199,4 +179,3 @@ def forked_conv(
     if bias is not None:
         total = total + bias.astype(wide)
     return jax.nn.silu(total).astype(x.dtype)
-

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.errors import UserError
-from mjax.kernels.recurrence.forks import Forks, forks_of
+from mjax.kernels.recurrence.forks import Forks
 from mjax.models.attention.zigzag import natural
 from mjax.models.base.context import Context, Tokens
 
@@ -62,6 +62,19 @@ def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | Forks | None:
     if ctx.parallel.cp > 1:
         before = tokens_before(segments, 1, ctx)
     return jnp.diff(segments, axis=1, prepend=before) != 0
+
+
+def forks_of(segments: jax.Array, prefixes: jax.Array) -> Forks:
+    """The documents of `Tokens.segments` and `Tokens.prefixes`, int32 [B, S]."""
+    before = jnp.roll(segments, 1, axis=1)
+    before = before.at[:, 0].set(segments[:, 0])
+    starts = segments != before
+    documents = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    continues = prefixes > 0
+    is_first = continues & (before == prefixes)
+    parents = jnp.where(is_first, documents - 1, -1)
+    parents = lax.cummax(parents, axis=1)
+    return Forks(documents, jnp.where(continues, parents, -1))
 
 
 def history_of(

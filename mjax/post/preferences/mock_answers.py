@@ -36,7 +36,7 @@ def _fill_row(row: HostBatch, dataset: str, rng: np.random.Generator) -> None:
     lengths = lengths[:_ANSWERS].reshape(-1, 2)
     documents, contexts = [], []
     for pair in lengths.tolist():
-        made = [_document(length, order, dataset, rng) for order, length in enumerate(pair)]
+        made = [_mock_document(length, order, dataset, rng) for order, length in enumerate(pair)]
         prompts = [int(np.argmax(document["loss_mask"])) for document in made]
         contexts.append(min(prompts) if "prefix_ids" in row else 0)
         documents.append(made)
@@ -47,7 +47,7 @@ def _fill_row(row: HostBatch, dataset: str, rng: np.random.Generator) -> None:
             row[name][block.places] = values[block.first : block.first + block.count]
 
 
-def _document(length: int, order: int, dataset: str, rng: np.random.Generator) -> HostBatch:
+def _mock_document(length: int, order: int, dataset: str, rng: np.random.Generator) -> HostBatch:
     """The fp32 fields [length] of the first or second document of a pair."""
     names = "loss_mask", "answer_values", "ref_log_probs", "margins"
     made = {name: np.zeros(length, np.float32) for name in names}

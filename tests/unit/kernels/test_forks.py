@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mjax.kernels.recurrence.causal_conv import causal_conv
-from mjax.kernels.recurrence.forks import forks_of
 from mjax.kernels.recurrence.gated_delta import DeltaInputs, gated_delta
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd
+from mjax.models.recurrent.recurrent_context import forks_of
 
 # (tokens, segment, prefix) of the blocks of a row: a plain document, a prefix with three answers, a
 # prefix of one token with two, a document, a prefix that goes over chunks with one, padding.
