@@ -2,8 +2,8 @@
 
 The context is the prompt without its last token. It lies first, then a block for each document,
 which begins with a copy of that token, at its position. So each place of a row has one label, and
-its logits are those of the document by itself. For a prompt of P tokens and G answers of R, a group
-takes P - 1 + G (R + 1) tokens in the place of G (P + R).
+its logits are those of the document by itself. For a prompt of P tokens and G answers of R, whose
+last tokens are labels alone, a group takes P - 1 + G R places, not G (P - 1 + R).
 
 Segments of documents are numbered as in rows that share nothing: from 1 on, in their order.
 Contexts come after them, with odd numbers. Invariant: the blocks of a group follow its context at
