@@ -56,7 +56,7 @@ def _shown_row(data: Dataset, index: int, tokenizer: Tokenizer, colored: bool) -
     used, trained = int((segments > 0).sum()), int((mask > 0).sum())
     counts = f"{used:,} of {len(tokens):,} places are used, {trained:,} have a loss"
     yield Text(f"row {index} ({', '.join(data.names([index]))}): {counts}", style="bold")
-    for document in np.unique(segments[segments > 0]).tolist():
+    for document in dict.fromkeys(segments[segments > 0].tolist()):
         at = np.flatnonzero(segments == document)
         is_prefix = document in batch.get("prefix_ids", ())
         ids = np.append(tokens[at[0]], labels[at])
