@@ -7,12 +7,13 @@ each call are its part of the whole's, and add up (as in `models/attention/ring.
 
 FLOPs forward, of a prefix of P tokens and G answers of R: 4 N H (P^2 / 2 + G R^2 / 2 + G R P), in
 the place of 4 N H G (P + R)^2 / 2; backward 2.5 times that. At G = 8 and P = R it is 12.5 of 16 P^2
-units, while all that is linear in tokens falls to 9/16. The second call reads q once more, and
-writes and reads one output in bf16 and its log-sum-exp: 2 + 1/H passes over q more forward, and
-backward once more what attention reads and writes.
+units, while all that is linear in tokens falls to 9/16. The second call reads q and the keys of
+prefixes once more. It writes one more output in bf16 and its log-sum-exp, and merging reads both
+outputs and writes one. Backward each call reads and writes what one would.
 
 cuDNN leaves rows that no segment has as they were in memory, so they are masked here. Its
-log-sum-exps are [segments of the batch, N, S], each from its segment's first token on.
+log-sum-exps are fp32 [segments of the batch, N, S], each from its segment's first token on. They
+exist during a call; what is kept for the backward is [B, S, N].
 """
 
 import functools
