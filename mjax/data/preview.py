@@ -56,14 +56,16 @@ def _shown_row(data: Dataset, index: int, tokenizer: Tokenizer, colored: bool) -
     used, trained = int((segments > 0).sum()), int((mask > 0).sum())
     counts = f"{used:,} of {len(tokens):,} places are used, {trained:,} have a loss"
     yield Text(f"row {index} ({', '.join(data.names([index]))}): {counts}", style="bold")
-    for document in range(1, int(segments.max()) + 1):
+    for document in dict.fromkeys(segments[segments > 0].tolist()):
         at = np.flatnonzero(segments == document)
+        is_prefix = document in batch.get("prefix_ids", ())
         ids = np.append(tokens[at[0]], labels[at])
         has_loss = np.append(False, mask[at] > 0)
         text, parts = Text(), np.split(ids, np.flatnonzero(np.diff(has_loss)) + 1)
         if "answer_values" in batch:
             values = batch["answer_values"][0, at]
-            said = ", ".join(f"{value:+g}" for value in values[values != 0]) or "of another prompt"
+            other = "prompt" if is_prefix else "of another prompt"
+            said = ", ".join(f"{value:+g}" for value in values[values != 0]) or other
             text.append(f"{said}: ", style="bold")
         for number, part in enumerate(parts):
             said = _text_of(part.tolist(), tokenizer)

@@ -51,6 +51,10 @@ LAYER_FIELDS = {
 }
 
 
+# A field that layers read where an objective has it: the segment that a token's own continues
+# (`Tokens.prefixes`); 0: none.
+SHARED_FIELDS = {"prefix_ids": BatchField(np.int32)}
+
 # The fields with the columns of tokens along axes that only some batches have, by axis.
 FURTHER_COLUMNS = {
     "target": "decoder_columns",

@@ -54,6 +54,7 @@ class LocalModel:
             rows=micro_batch["rows"],
             columns=micro_batch["columns"],
             key=key,
+            prefixes=micro_batch.get("prefix_ids") if self.packed else None,
         )
         return described_tokens(self.objective, micro_batch, tokens, self.ctx)
 

@@ -39,6 +39,7 @@ def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
         fp8_experts=in_8_bits and cfg.precision.fp8_experts,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
+        shared_prefixes=cfg.data.shared_prefixes,
     )
 
 
@@ -98,7 +99,10 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         ctx = whole.of(stream)
         if rows_hold_one or stream != DECODER:
             ctx = replace(ctx, documents=PADDED_ROWS)
-        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, word), scale=1.0)
+        tokens = tokens_of((1, 1))
+        if cfg.data.shared_prefixes:
+            tokens = replace(tokens, prefixes=tokens.positions)
+        call = attention_call(own, BranchInputs(tokens, ctx, word), scale=1.0)
         facts = {
             "call": call,
             "sinks": own.attention.attention_sinks,

@@ -81,8 +81,7 @@ def compute_scores(role: Role, kind: ProgramKind, data: AnswerDataset) -> list[n
         scores = np.asarray(role.compute(kind, placed))
         scores = scores[:, np.argsort(np.asarray(placed["columns"]))]
         for row, index in enumerate(indices):
-            for member, order, begin in data.placed_documents(index):
-                count = data.places[member, order]
-                offset = data.offsets[member * data.documents + order]
-                found[offset : offset + count] = scores[row, begin : begin + count]
+            for member, block in data.placed_blocks(index):
+                offset = data.offset(member, block)
+                found[offset : offset + block.count] = scores[row, block.places]
     return [found]

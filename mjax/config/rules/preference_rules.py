@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -73,6 +74,20 @@ def answers_are_conversations(c: Config) -> Iterator[str]:
 def answers_are_documents(c: Config) -> Iterator[str]:
     if c.train.objective in ANSWER_OBJECTIVES and not c.data.document_mask:
         yield "answers of a row would see each other: `data.document_mask`"
+
+
+@rule("set data.shared_prefixes=false")
+def prefixes_can_be_shared(c: Config) -> Iterator[str]:
+    if not c.data.shared_prefixes:
+        return
+    heads = (BRANCHES[word] for word in c.model.branches if BRANCHES[word].has_heads)
+    if c.mesh.cp > 1:
+        yield "`mesh.cp` cuts rows, and answers need their prompt whole (`data.shared_prefixes`)"
+    if c.model.architecture.name != "decoder" or {b.mask for b in heads} - {"causal"}:
+        yield "`data.shared_prefixes` is built for decoders with causal attention"
+    is_single = c.preference.is_unpaired and "kto" not in c.preference.losses
+    if c.train.objective == "preference" and is_single or c.reward.loss_type == "steps":
+        yield "`data.shared_prefixes`, but each prompt has one answer"
 
 
 @rule("set model.num_labels=1 with mjax reward, and to 0 with any other objective")

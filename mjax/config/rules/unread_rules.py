@@ -256,6 +256,7 @@ NEEDS = (
         "correction_low correction_high overlong_tokens gamma gae_lambda critic_lr value_clip",
         "policy",
     ),
+    _objective("data.shared_prefixes", "preference", "reward"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",

@@ -216,6 +216,10 @@ class DataConfig(Group):
     """Attention stays within documents."""
     reset_position_ids: bool = False
     """Positions restart at each document."""
+    shared_prefixes: bool = False
+    """Answers of a prompt lie behind one copy of it in a row, and compute it once
+    (docs/train/preferences.md).
+    """
     eod_token_id: int | None = Field(None, ge=0)
     eod_mask_loss: bool = False
     """No loss on predicting from an EOD token."""

@@ -2,7 +2,8 @@
 
 A document is a prompt with an answer. The documents of a pair follow each other, the chosen answer
 first, so their numbers in a row are 2k - 1 and 2k. With losses of single answers that read a
-divergence, the second is the same prompt with the answer of another record.
+divergence, the second is the same prompt with the answer of another record. With
+`data.shared_prefixes` both hold their prompt once (`data/base/shared_prefix.py`).
 """
 
 import json
@@ -14,6 +15,7 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.data.base.cache import cached_arrays
+from mjax.data.base.shared_prefix import PlacedBlock, context_length, placed_blocks
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.data.conversations.answer_records import PAIRS, STEPS, AnswerGroup, parse_answers
 from mjax.data.conversations.answers import AnswerTokenizer, TokenizedConversation
@@ -78,51 +80,73 @@ class AnswerDataset(ConversationDataset):
         self.documents = 2 if kind in (PAIRS, MATCHED) else 1
         self.stored_scores: np.ndarray | None = None
         super().__init__(*given, **more)
+        if self.shares:
+            self.max_documents += max(map(len, self.ranks))
         places = self.places.reshape(-1)
         self.offsets = np.cumsum(places) - places
 
     def _read(self, cfg: Config, tokenizer: Tokenizer) -> AnswerSource:
+        self.shares = cfg.data.shared_prefixes
         return read_answers(self.path, cfg, tokenizer, self.kind)
 
     def _fitting(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, LengthCounts]:
-        """(the groups that are used, their places in a row, what was lost); sets `places`."""
+        """(the groups that are used, their places in a row, what was lost).
+
+        Sets `places`, int [groups, documents], of the documents of each group, and `contexts`, how
+        many of them all its documents share.
+        """
         room, too_long = self.seq_length, self.settings.too_long
         if self.kind == MATCHED and len(numbers) < 2:
             raise UserError(f"data.conversations: {self.path}: kto needs two answers at least")
         self.partners = dict(zip(numbers.tolist(), np.roll(numbers, -1).tolist(), strict=True))
         lengths = np.zeros((len(numbers), self.documents), np.int64)
+        contexts, most = np.zeros((2, len(numbers)), np.int64)
         is_used, trained_after = np.ones(len(numbers), bool), 0
         is_cut = np.zeros(len(numbers), bool)
         for at, number in enumerate(numbers.tolist()):
             parts = self._documents(number)
             lengths[at] = [len(ids) - self.shift for ids, _, _ in parts]
-            if lengths[at].sum() <= room:
+            if self.shares:
+                contexts[at] = context_length([part[:2] for part in parts])
+            if self._places_in_row(lengths[at], contexts[at]) <= room:
                 continue
-            most = room // self.documents
+            most[at] = contexts[at] + max(room - contexts[at], 0) // self.documents
             answers = [part[1][self.shift :] for part in parts]
-            is_used[at] = too_long == "cut" and all(one[:most].any() for one in answers)
+            is_used[at] = too_long == "cut" and all(one[: most[at]].any() for one in answers)
             is_cut[at] = is_used[at]
-            kept = most if is_used[at] else 0
+            kept = most[at] if is_used[at] else 0
             trained_after += sum(int(one[kept:].sum()) for one in answers)
-        places = np.where(is_cut[:, None], np.minimum(lengths, room // self.documents), lengths)
-        self.places = places[is_used]
+        places = np.where(is_cut[:, None], np.minimum(lengths, most[:, None]), lengths)
+        self.places, self.contexts = places[is_used], contexts[is_used]
         counts = LengthCounts(
             cut=int(is_cut.sum()),
             dropped=int((~is_used).sum()),
             lost=int(lengths.sum() - self.places.sum()),
             lost_trained=trained_after,
         )
-        if counts.cut + counts.dropped:
-            said = (
-                f"{self.path}: {counts.cut + counts.dropped} of {len(numbers)} records of "
-                f"{self.documents} answers are longer than data.seq_length={room} (the longest: "
-                f"{lengths.sum(1).max()})"
-            )
-            if too_long == "refuse" or not is_used.any():
-                raise UserError(f"data.conversations: {said}; raise it, or see too_long")
-            say = "data.conversations: %s; of %d answers are cut, %d are left out"
-            log.warning(say, said, counts.cut, counts.dropped)
-        return numbers[is_used], self.places.sum(1), counts
+        in_rows = self._places_in_row(lengths, contexts)
+        self._warn_of_lengths(counts, in_rows, is_used)
+        return numbers[is_used], self._places_in_row(self.places, self.contexts), counts
+
+    def _places_in_row(self, lengths: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        """The places of groups whose documents [..., documents] have these lengths."""
+        return lengths.sum(-1) - (self.documents - 1) * contexts
+
+    def _warn_of_lengths(
+        self, counts: LengthCounts, in_rows: np.ndarray, is_used: np.ndarray
+    ) -> None:
+        """Say which records do not fit a row. Raises `UserError` where none may be cut."""
+        if not counts.cut + counts.dropped:
+            return
+        said = (
+            f"{self.path}: {counts.cut + counts.dropped} of {len(in_rows)} records of "
+            f"{self.documents} answers are longer than data.seq_length={self.seq_length} (the "
+            f"longest: {in_rows.max()})"
+        )
+        if self.settings.too_long == "refuse" or not is_used.any():
+            raise UserError(f"data.conversations: {said}; raise it, or see too_long")
+        say = "data.conversations: %s; of %d answers are cut, %d are left out"
+        log.warning(say, said, counts.cut, counts.dropped)
 
     def _documents(self, number: int) -> list[PlacedDocument]:
         """The (ids, is_answer, values) of the documents of a group."""
@@ -137,56 +161,61 @@ class AnswerDataset(ConversationDataset):
     def batch(self, indices: np.ndarray) -> FieldArrays:
         """Rows `indices`, stacked."""
         shape = len(indices), self.seq_length
-        fields = {
-            name: np.zeros(shape, np.int32)
-            for name in ("tokens", "labels", "segment_ids", "positions")
-        }
+        names = ["tokens", "labels", "segment_ids", "positions"]
+        names += ["prefix_ids"] if self.shares else []
+        fields = {name: np.zeros(shape, np.int32) for name in names}
         names = ["loss_mask", "answer_values", "margins"]
         if self.stored_scores is not None:
             names.append("ref_log_probs")
         fields |= {name: np.zeros(shape, np.float32) for name in names}
         for row, index in enumerate(indices):
-            for document, (member, order, begin) in enumerate(self.placed_documents(index), 1):
-                count = self.places[member, order]
-                at = slice(begin, begin + count)
-                here = {name: field[row, at] for name, field in fields.items()}
-                here["segment_ids"][:] = document
-                here["positions"][:] = np.arange(count)
-                self._fill(here, member, order)
+            of_row = {name: field[row] for name, field in fields.items()}
+            for member, block in self.placed_blocks(index):
+                block.fill(of_row)
+                here = {name: field[block.places] for name, field in of_row.items()}
+                self._fill(here, member, block)
         return fields
 
-    def placed_documents(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (group, number in it, first place) of each document of a row."""
-        begin = 0
-        for member in self.members(index):
-            for order in range(self.documents):
-                yield member, order, begin
-                begin += self.places[member, order]
+    def placed_blocks(self, index: int) -> Iterator[tuple[int, PlacedBlock]]:
+        """Yield (group, one of its blocks) of a row, in order."""
+        members = self.members(index)
+        for block in placed_blocks(self.places[members], self.contexts[members]):
+            yield members[block.group], block
 
-    def _fill(self, here: FieldArrays, member: int, order: int) -> None:
-        """Fill the fields of the places of one document."""
-        number, count = self.numbers[member], len(here["tokens"])
-        ids, is_answer, values = self._documents(number)[order]
-        here["tokens"][:] = ids[:count]
+    def offset(self, member: int, block: PlacedBlock) -> int:
+        """The number of a block's first place among those of all documents."""
+        return self.offsets[member * self.documents + (block.order or 0)] + block.first
+
+    def _fill(self, here: FieldArrays, member: int, block: PlacedBlock) -> None:
+        """Fill the fields of the places of one block."""
+        number, order = self.numbers[member], block.order
+        at = slice(block.first, block.first + block.count)
+        ids, is_answer, values = self._documents(number)[order or 0]
+        here["tokens"][:] = ids[at]
         if self.shift:
-            here["labels"][:] = ids[1 : count + 1]
-        here["loss_mask"][:] = is_answer[self.shift :][:count]
-        here["answer_values"][:] = values[self.shift :][:count]
-        if self.kind != STEPS:
+            here["labels"][:] = ids[1:][at]
+        here["loss_mask"][:] = is_answer[self.shift :][at]
+        here["answer_values"][:] = values[self.shift :][at]
+        if self.kind != STEPS and order is not None:
             here["answer_values"][-1] = values[-1]  # also where the answer is cut
         if order == 0:
             here["margins"][-1] = self.source.margins[number]
         if self.stored_scores is not None:
-            begin = self.offsets[member * self.documents + order]
-            here["ref_log_probs"][:] = self.stored_scores[begin : begin + count]
+            begin = self.offset(member, block)
+            here["ref_log_probs"][:] = self.stored_scores[begin : begin + block.count]
 
     def trained_tokens(self) -> int:
         rows = self.batch(range(len(self.ranks)))
         return int(rows["loss_mask"].sum())
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
-        rows = [self.places[self.members(index)] for index in indices]
-        return np.array([(row.sum(), (row**2).sum()) for row in rows], np.int64).reshape(-1, 2)
+        found = np.zeros((len(indices), 2), np.int64)
+        for row, index in enumerate(indices):
+            members = self.members(index)
+            twice = (self.documents - 1) * self.contexts[members] ** 2  # what sharing spares
+            squares = (self.places[members] ** 2).sum()
+            found[row] = self.lengths[members].sum(), squares - twice.sum()
+        return found
 
 
 def read_answers(path: str, cfg: Config, tokenizer: Tokenizer, kind: str) -> AnswerSource:

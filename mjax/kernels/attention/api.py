@@ -25,10 +25,12 @@ from mjax.kernels.attention.cudnn import (
     row_lengths,
 )
 from mjax.kernels.attention.relative_bias import relative_bias
+from mjax.kernels.attention.shared_prefix import shared_prefix_attention
 from mjax.kernels.attention.short import SeenRows, require_short, short_attention
 from mjax.kernels.base.attention_call import (
     AttentionArrays,
     AttentionCall,
+    SharedKeys,
     features_in_use,
     refuse_masks_but,
 )
@@ -70,6 +72,8 @@ def attention(
                 f"jax {jax.__version__}: its cuDNN offsets are wrong for packed documents with "
                 "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
             )
+        if call.shared:
+            return shared_prefix_attention(q, k, v, call, arrays)
         lengths, starts = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
         packing = lengths, lengths, starts, starts
         if v.shape[-1] != q.shape[-1]:
@@ -138,6 +142,11 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
             "model.layer_pattern: cuDNN attention has no windows to both sides (W); "
             "set train.attention=auto or xla"
         )
+    if call.shared and call.window is not None:
+        raise UserError(
+            "model.attention.sliding_window: cuDNN attention has no windows over shared prefixes "
+            "(data.shared_prefixes); set train.attention=auto or xla"
+        )
     if call.mask == "cross" and arrays.is_packed(call) and not call.padded:
         raise UserError(
             "segments of cross-attention: cuDNN attention lacks them; set train.attention=xla"
@@ -169,25 +178,30 @@ def _seen_rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Se
 
 def _reference(q, k, v, call, arrays):
     """Plain softmax attention, a chunk of queries at a time, recomputed in the backward."""
-    size, columns, segments = q.shape[1], arrays.columns, arrays.segments
+    size, columns, segments, shared = q.shape[1], arrays.columns, arrays.segments, arrays.shared
     if _is_near(q, k, call, arrays):
         return _near(q, k, v, call, arrays)
+    of_queries = (None if segments is None else segments[0]), None
+    if shared is not None:
+        of_queries = segments[0], (shared.prefixes, shared.positions[0])
 
-    def block(q, column, segment):
-        part = replace(arrays, columns=(column, columns[1]), segments=segment)
+    def block(q, column, of_queries):
+        segment, prefixes = of_queries
+        part = replace(arrays, columns=(column, columns[1]))
+        if segment is not None:
+            part = replace(part, segments=(segment, segments[1]))
+        if prefixes is not None:
+            own = SharedKeys(prefixes[0], (prefixes[1], shared.positions[1]))
+            part = replace(part, shared=own)
         return _dense(q, k, v, call, part)
 
-    def segment_of(at, n):
-        if segments is None:
-            return None
-        return jax.lax.dynamic_slice_in_dim(segments[0], at, n, 1), segments[1]
-
     if size <= _QUERY_CHUNK or size % _QUERY_CHUNK:
-        return block(q, columns[0], segment_of(0, size))
+        return block(q, columns[0], of_queries)
 
     def chunk(at):
         take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=_QUERY_CHUNK)
-        part = take(q, at, axis=1), take(columns[0], at, axis=-1), segment_of(at, _QUERY_CHUNK)
+        facts = jax.tree.map(lambda x: take(x, at, axis=1), of_queries)
+        part = take(q, at, axis=1), take(columns[0], at, axis=-1), facts
         return jax.checkpoint(block)(*part)
 
     out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
@@ -298,6 +312,18 @@ def seen_keys(call: AttentionCall, arrays: AttentionArrays) -> jax.Array | None:
     if segments is not None:
         same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
         seen = same if seen is None else seen & same
+    if arrays.shared is not None:
+        seen = seen | _seen_in_prefixes(call, arrays)[:, None, None]
+    return seen
+
+
+def _seen_in_prefixes(call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
+    """Which keys each query sees in the segment that its own continues, bool [B, S, T]."""
+    prefixes, positions = arrays.shared
+    seen = prefixes[:, :, None] == arrays.segments[1][:, None, :]
+    seen = seen & (prefixes > 0)[:, :, None]
+    if call.window is not None:
+        seen = seen & (positions[0][:, :, None] - positions[1][:, None, :] < call.window)
     return seen
 
 

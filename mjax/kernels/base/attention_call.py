@@ -36,6 +36,7 @@ class AttentionCall:
     padded: promises that every sequence is one document, and then maybe padding.
     implementation: auto, xla, cudnn, mosaic or triton, as `train.attention`.
     deterministic: whether the program is `run.deterministic`.
+    shared: whether segments may share a prefix (`AttentionArrays.shared`).
     """
 
     scale: float
@@ -48,6 +49,7 @@ class AttentionCall:
     padded: bool = False
     implementation: str = "auto"
     deterministic: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"
@@ -56,6 +58,17 @@ class AttentionCall:
                 f"model.attention.sliding_window: no window is built for a {self.mask!r} mask; "
                 "leave the window out"
             )
+
+
+class SharedKeys(NamedTuple):
+    """The segments whose keys queries see besides those of their own, int32.
+
+    prefixes: [B, S] of queries; 0: none. The keys of that segment come before the query.
+    positions: [B, S] of queries and [B, T] of keys, by which windows count.
+    """
+
+    prefixes: jax.Array
+    positions: tuple[jax.Array, jax.Array]
 
 
 class DropoutPlaces(NamedTuple):
@@ -79,6 +92,7 @@ class AttentionArrays:
     prefix: bool [B, T], or None: the keys of a prefix.
     relative: fp32 [N, buckets], or None: biases on scores by the distance from query to key.
     dropout: set where the call's rate is above 0.
+    shared: set where the call is of segments that share prefixes.
     """
 
     columns: tuple[jax.Array, jax.Array]
@@ -87,6 +101,7 @@ class AttentionArrays:
     prefix: jax.Array | None = None
     relative: jax.Array | None = None
     dropout: DropoutPlaces | None = None
+    shared: SharedKeys | None = None
 
     def to_slots(self, slots: jax.Array, length: int) -> "AttentionArrays":
         """The arrays of queries in `slots` int32 [B, S], which see a cache up to their own."""

@@ -55,6 +55,7 @@ GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
 CHANNELS_ROWS, CHANNELS_INPUTS = 64, 128  # most rows of 8-bit weights' kernel; a tile of inputs
 EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
+NO_FORKS = "our kernel starts no document from the state of a prefix (data.shared_prefixes)"
 NO_GPU = "there is no GPU"
 NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
 
@@ -144,6 +145,10 @@ def _attention(
         return Choice(call.implementation, "train.attention asks for it")
     if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    if call.shared:
+        if sinks or relative or (call.window, call.softcap) != (None, None):
+            return Choice("xla", "cuDNN has no windows, soft-caps and sinks with shared prefixes")
+        return Choice("cudnn", "two of its calls, to own and to shared keys, merge")
     has_several = call.max_documents != 1 and not call.padded
     sizes = x.shape[-1], value_size or x.shape[-1]
     more = {"sinks": sinks, "relative": relative}
@@ -182,6 +187,8 @@ def mosaic_attention_lacks(
         return "it has no model.attention.attention_dropout"
     if call.mask != "causal":
         return f"it has causal masks only, no {call.mask} mask"
+    if call.shared:
+        return "it has no shared prefixes"
     if dtype != jnp.bfloat16:
         return f"it computes bfloat16, not precision.compute={dtype}"
     if size not in HEAD_SIZES:
@@ -214,8 +221,8 @@ def short_attention_lacks(
         return "it has no model.attention.attention_dropout"
     if call.softcap is not None or sinks or relative:
         return "it has no soft-caps, sinks and biases by distance"
-    if call.mask == "prefix":
-        return "it has no prefix mask"
+    if call.mask == "prefix" or call.shared:
+        return "it has no prefix mask and no shared prefixes"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes bfloat16 and float16, not precision.compute={dtype}"
     if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
@@ -374,8 +381,13 @@ def _experts(
     return _mosaic_or("loop", x)
 
 
-def _ssd(x: Inputs, *, state: int) -> Choice:
-    """The kernel for Mamba-2's scan of x [B, S, H, P] with states [P, `state`]."""
+def _ssd(x: Inputs, *, state: int, forked: bool = False) -> Choice:
+    """The kernel for Mamba-2's scan of x [B, S, H, P] with states [P, `state`].
+
+    forked: whether documents may start from the state of a prefix; so in the next rules.
+    """
+    if forked:
+        return Choice("xla", NO_FORKS)
     if x.dtype != jnp.bfloat16:
         return Choice("xla", f"our kernel takes no {x.dtype}")
     if x.shape[-1] % SSD_CHANNELS:
@@ -385,8 +397,10 @@ def _ssd(x: Inputs, *, state: int) -> Choice:
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
-def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
+def _gated_delta(x: Inputs, *, width: int, chunk: int, forked: bool = False) -> Choice:
     """The kernel for values [..., H, P] and keys of N = `width`, in chunks of so many tokens."""
+    if forked:
+        return Choice("xla", NO_FORKS)
     if x.dtype != jnp.bfloat16:
         return Choice("xla", f"our kernels take no {x.dtype}")
     if chunk != DELTA_CHUNK:
@@ -436,8 +450,10 @@ def _paged_attention(x: Inputs, *, call: AttentionCall, value_size: int, page: i
     return _on_gpu(x.device, "pages are read where they lie")
 
 
-def _causal_conv(x: Inputs, *, taps: int) -> Choice:
+def _causal_conv(x: Inputs, *, taps: int, forked: bool = False) -> Choice:
     """The kernel for x [B, S, ...] with any channels."""
+    if forked:
+        return Choice("xla", NO_FORKS)
     if taps != CONV_TAPS:
         return Choice("xla", f"our kernel has {CONV_TAPS} taps, not {taps}")
     return _elementwise("causal_conv", x)

@@ -18,6 +18,7 @@ from jax import lax
 
 from mjax.kernels.base.chooser import choose
 from mjax.kernels.base.triton_call import triton_call
+from mjax.kernels.recurrence.forks import Forks, forked_conv
 
 
 class ConvTile(NamedTuple):
@@ -38,15 +39,17 @@ def causal_conv(
     weight: jax.Array,
     bias: jax.Array | None = None,
     *,
-    starts: jax.Array | None = None,
+    starts: jax.Array | Forks | None = None,
     history: jax.Array | None = None,
 ) -> jax.Array:
     """silu(bias + sum over k of weight[..., k] * x of K - 1 - k tokens before): like x.
 
     x is [B, S, ...] with any axes of channels, weight [..., K], bias [...]. `starts` bool [B, S]
     marks tokens that start a document. `history` [B, K - 1, ...] are the tokens before the first
-    one, zero where they are of another document; None: there are none.
+    one, zero where they are of another document; None: there are none. With `Forks` there are none.
     """
+    if isinstance(starts, Forks):
+        return forked_conv(x, weight, bias, starts)
     if choose("causal_conv", x.dtype, x.shape, taps=weight.shape[-1]).name == "triton":
         return fused_conv(x, weight, bias, starts=starts, history=history)
     if history is None:

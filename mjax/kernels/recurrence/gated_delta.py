@@ -47,6 +47,7 @@ from mjax.kernels.recurrence.chunks import (
     pass_states,
     wide_dtype,
 )
+from mjax.kernels.recurrence.forks import ForkedReads, Forks, forked_scan
 
 # Names of what the forward leaves (`config/languages/remat.py`).
 OUTPUT, STATES = "delta_out", "delta_states"
@@ -101,15 +102,18 @@ def gated_delta(
     inputs: DeltaInputs,
     *,
     chunk: int,
-    starts: jax.Array | None = None,
+    starts: jax.Array | Forks | None = None,
     initial: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(y [B, S, H, P] in v's dtype, the state after the last token, fp32 [B, H, P, N]).
 
     `starts` bool [B, S] marks tokens that start a document. `initial` fp32 [B, H, P, N] is the
     state before the first token; a document that starts there does not see it. `chunk` is a number
-    of tokens. It changes nothing but rounding.
+    of tokens. It changes nothing but rounding. With `Forks` there is no `initial`.
     """
+    if isinstance(starts, Forks):
+        y, final = forked_scan(ForkedReads(*inputs), starts, chunk)
+        return checkpoint_name(y, OUTPUT), final
     batch, length, heads, size = inputs.v.shape
     if initial is None:
         shape = batch, heads, size, inputs.k.shape[-1]

@@ -37,6 +37,7 @@ from mjax.kernels.recurrence.chunks import (
     pass_states,
     wide_dtype,
 )
+from mjax.kernels.recurrence.forks import ForkedReads, Forks, forked_scan
 from mjax.kernels.recurrence.ssd_fused import fused_scan
 
 # Names of what the forward leaves (`config/languages/remat.py`); our kernels leave no states.
@@ -61,16 +62,22 @@ def ssd(
     inputs: SsdInputs,
     *,
     chunk: int,
-    starts: jax.Array | None = None,
+    starts: jax.Array | Forks | None = None,
     initial: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(y [B, S, H, P] in x's dtype, the state after the last token, fp32 [B, H, P, N]).
 
     `starts` bool [B, S] marks tokens that start a document. `initial` fp32 [B, H, P, N] is the
     state before the first token; a document that starts there does not see it. `chunk` is a number
-    of tokens. It changes nothing but rounding.
+    of tokens. It changes nothing but rounding. With `Forks` there is no `initial`.
     """
     x, b = inputs.x, inputs.b
+    if isinstance(starts, Forks):
+        dt = inputs.dt.astype(wide_dtype(x.dtype))
+        values = (x * dt[..., None]).astype(x.dtype)
+        reads = ForkedReads(inputs.c, b, values, dt * inputs.a, None)
+        y, final = forked_scan(reads, starts, chunk)
+        return checkpoint_name(y, OUTPUT), final
     batch, length, heads, size = x.shape
     if initial is None:
         initial = jnp.zeros((batch, heads, size, b.shape[-1]), wide_dtype(x.dtype))

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
-from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
+from mjax.kernels.base.attention_call import (
+    AttentionArrays,
+    AttentionCall,
+    DropoutPlaces,
+    SharedKeys,
+)
 from mjax.models.base.branch import BranchInputs
 
 
@@ -23,6 +28,7 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
         padded=ctx.documents.padded,
         implementation=ctx.kernels.attention,
         deterministic=ctx.kernels.deterministic,
+        shared=inputs.tokens.prefixes is not None and branch.mask == "causal",
     )
 
 
@@ -40,6 +46,9 @@ def attention_arrays(
     keys = inputs.source.tokens if reads_source else tokens
     within = BRANCHES[inputs.word].within
     of_queries, of_keys = getattr(tokens, within), getattr(keys, within)
+    shared = None
+    if tokens.prefixes is not None and not reads_source:
+        shared = SharedKeys(tokens.prefixes, (tokens.positions, tokens.positions))
     has_dropout = ctx.training.dropout and cfg.attention.attention_dropout > 0
     relative = {} if inputs.shared is None else inputs.shared.relative
     return AttentionArrays(
@@ -48,6 +57,7 @@ def attention_arrays(
         sinks=sinks,
         relative=relative.get(inputs.word),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,
+        shared=shared,
     )
 
 

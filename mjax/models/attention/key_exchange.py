@@ -44,6 +44,8 @@ def needs_of(q, v, call: AttentionCall, arrays: AttentionArrays, ctx: Context) -
     of_mask = []
     if arrays.is_packed(call):
         of_mask.append(PACKED)
+    if call.shared:
+        of_mask.append(SHARED)
     if call.window is not None:
         of_mask.append(WINDOWS)
     if call.mask != "causal":
@@ -156,6 +158,7 @@ def _attend_by_blocks(name: str, q, k, v, call, arrays, ctx: Context) -> jax.Arr
 
 
 PACKED, WINDOWS, VALUE_HEADS = "packed documents", "sliding windows", "value heads of another size"
+SHARED = "shared prefixes"  # no way has them
 _OF_MODEL = frozenset(
     {
         "model.attention.attn_logit_softcapping",

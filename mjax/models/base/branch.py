@@ -106,6 +106,7 @@ class Workload:
     rows, length: sequences and the tokens of each, before tp cuts the tokens.
     fp8, fp8_experts: whether matmuls, and those of experts, are in 8 bits.
     experts, expert_exchange: config keys of `train`.
+    shared_prefixes: `data.shared_prefixes`.
     """
 
     dtype: str
@@ -116,6 +117,7 @@ class Workload:
     fp8_experts: bool
     experts: str
     expert_exchange: str
+    shared_prefixes: bool = False
 
 
 # [tokens, heads] that pass through memory: rotary embedding or biases of queries, keys and values.

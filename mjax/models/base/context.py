@@ -181,6 +181,8 @@ class Tokens:
 
     positions [B, S]: for position embeddings.
     segments [B, S] or None: attention stays within equal values.
+    prefixes [B, S] or None: the segment whose tokens a token reads as well as those of its own, as
+        if they came just before them; 0: none. The segments that read one follow it at once.
     rows [B], columns [S]: the token's place in the global batch, which keys dropout and orders
         attention.
     key: of dropout, or None.
@@ -214,6 +216,7 @@ class Tokens:
     axes: jax.Array | None = None
     windows: jax.Array | None = None
     adapters: jax.Array | None = None
+    prefixes: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -189,10 +189,12 @@ class DeltaNet(RecurrentMixer):
             "width": sizes.linear_key_head_dim,
             "chunk": min(work.length, sizes.linear_chunk_size),
         }
-        conv = choose("causal_conv", work.dtype, shape, taps=sizes.linear_conv_kernel_dim)
+        forked = {"forked": work.shared_prefixes}
+        taps = sizes.linear_conv_kernel_dim
+        conv = choose("causal_conv", work.dtype, shape, taps=taps, **forked)
         return {
             "causal conv": conv,
-            "gated delta": choose("gated_delta", work.dtype, shape, **of_chunk),
+            "gated delta": choose("gated_delta", work.dtype, shape, **of_chunk, **forked),
         }
 
     @classmethod

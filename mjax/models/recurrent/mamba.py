@@ -260,10 +260,11 @@ class Mamba(RecurrentMixer):
         sizes = cfg.mamba
         heads = sizes.mamba_num_heads // work.parallel.tp
         shape = work.rows, work.length, heads, sizes.mamba_head_dim
-        conv = choose("causal_conv", work.dtype, shape, taps=sizes.conv_kernel)
+        forked = {"forked": work.shared_prefixes}
+        conv = choose("causal_conv", work.dtype, shape, taps=sizes.conv_kernel, **forked)
         return {
             "causal conv": conv,
-            "ssd": choose("ssd", work.dtype, shape, state=sizes.state_size),
+            "ssd": choose("ssd", work.dtype, shape, state=sizes.state_size, **forked),
         }
 
     @classmethod

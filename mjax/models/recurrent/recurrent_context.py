@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.errors import UserError
+from mjax.kernels.recurrence.forks import Forks
 from mjax.models.attention.zigzag import natural
 from mjax.models.base.context import Context, Tokens
 
@@ -42,18 +44,37 @@ def _with_rows(x: jax.Array, rows: int) -> jax.Array:
     return x.reshape(rows, -1, *channels)
 
 
-def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | None:
+def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | Forks | None:
     """Which tokens start a document, bool, as `to_pieces` has them; None: no borders.
+
+    `Forks` where documents may continue a prefix.
 
     The first token of a sequence starts none, or one, which is the same: no state is before it.
     """
     if tokens.segments is None or ctx.documents.most == 1:
         return None
+    if tokens.prefixes is not None:
+        if ctx.parallel.cp > 1:
+            raise UserError("mesh.cp: states do not start from a prefix over it; set mesh.cp=1")
+        return forks_of(tokens.segments, tokens.prefixes)
     segments = to_pieces(tokens.segments, ctx)
     before = segments[:, :1]
     if ctx.parallel.cp > 1:
         before = tokens_before(segments, 1, ctx)
     return jnp.diff(segments, axis=1, prepend=before) != 0
+
+
+def forks_of(segments: jax.Array, prefixes: jax.Array) -> Forks:
+    """The documents of `Tokens.segments` and `Tokens.prefixes`, int32 [B, S]."""
+    before = jnp.roll(segments, 1, axis=1)
+    before = before.at[:, 0].set(segments[:, 0])
+    starts = segments != before
+    documents = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    continues = prefixes > 0
+    is_first = continues & (before == prefixes)
+    parents = jnp.where(is_first, documents - 1, -1)
+    parents = lax.cummax(parents, axis=1)
+    return Forks(documents, jnp.where(continues, parents, -1))
 
 
 def history_of(

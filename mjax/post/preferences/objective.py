@@ -21,7 +21,7 @@ from mjax.kernels.loss.log_probs import sequence_sums
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
-from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.objectives.fields import SHARED_FIELDS, Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import MATCHED, PAIRS, SINGLE
 from mjax.post.preferences.mock_answers import mock_answers
@@ -46,10 +46,11 @@ class Preference:
     """
 
     settings: PreferenceConfig
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> "Preference":
-        return cls(cfg.preference)
+        return cls(cfg.preference, cfg.data.shared_prefixes)
 
     @property
     def dataset(self) -> str:
@@ -66,6 +67,8 @@ class Preference:
         fields = dict(NextToken.fields) | {"answer_values": ANSWER_VALUES}
         if self.settings.needs_reference:
             fields["ref_log_probs"] = REF_LOG_PROBS
+        if self.shares_prefixes:
+            fields |= SHARED_FIELDS
         return fields | ({"kl": KL} if self.reads_kl else {})
 
     @property
@@ -76,7 +79,9 @@ class Preference:
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Pairs cut out of random tokens, for speed tests; nothing where a data set has them."""
         return (
-            {} if "answer_values" in batch else mock_answers(batch, self.dataset, seed, step, rows)
+            {}
+            if "answer_values" in batch
+            else mock_answers(batch, self.dataset, seed, step, rows, self.shares_prefixes)
         )
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:

@@ -18,7 +18,7 @@ from mjax.kernels.loss.log_probs import sequence_sums
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
-from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.objectives.fields import SHARED_FIELDS, Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.objective import PAIRS, STEPS
 from mjax.post.preferences.mock_answers import mock_answers
 from mjax.post.preferences.objective import ANSWER_VALUES, pairs_of
@@ -33,10 +33,11 @@ class Reward:
     """
 
     settings: RewardConfig
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> "Reward":
-        return cls(cfg.reward)
+        return cls(cfg.reward, cfg.data.shared_prefixes)
 
     @property
     def of_pairs(self) -> bool:
@@ -49,13 +50,15 @@ class Reward:
     @property
     def fields(self) -> Mapping[str, BatchField]:
         fields = {"tokens": BatchField(np.int32), "answer_values": ANSWER_VALUES}
+        if self.shares_prefixes:
+            fields |= SHARED_FIELDS
         return fields | ({"margins": BatchField(np.float32)} if self.of_pairs else {})
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Answers cut out of random tokens, for speed tests; nothing where a data set has them."""
         if "answer_values" in batch:
             return {}
-        return mock_answers(batch, self.dataset, seed, step, rows)
+        return mock_answers(batch, self.dataset, seed, step, rows, self.shares_prefixes)
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
         return edges.embed(batch["tokens"], tokens, ctx)

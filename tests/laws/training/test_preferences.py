@@ -59,6 +59,13 @@ ALL_PADDED = (
 )
 
 
+ALL_SHARED = (
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "data.shared_prefixes=true",
+)
+
+
 def test_at_step_0_the_loss_is_log_2_and_packing_changes_no_gradient(tmp_path):
     losses, gradients, tokens = first_step(tmp_path, *ALL_PACKED)
     assert losses["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -68,8 +75,13 @@ def test_at_step_0_the_loss_is_log_2_and_packing_changes_no_gradient(tmp_path):
     assert tokens.shape[0] == 5 and padded.shape[0] == 24
     assert (tokens != 0).sum() == (padded != 0).sum()
     assert deviation(one_a_row["loss"], losses["loss"]) < 1e-6
-    for a, b in zip(*map(jax.tree.leaves, (unpacked, gradients)), strict=True):
+    shared, of_shared, fewer = first_step(tmp_path, *ALL_SHARED)
+    assert fewer.shape[0] == 4 and (fewer != 0).sum() < 0.8 * (tokens != 0).sum()
+    for name, value in losses.items():
+        assert shared[name] == pytest.approx(value, rel=1e-6), name
+    for a, b, c in zip(*map(jax.tree.leaves, (unpacked, gradients, of_shared)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
+        np.testing.assert_allclose(c, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
 
 
 def test_swapping_a_pair_flips_the_sign():

@@ -667,6 +667,10 @@ BROKEN = {
         [*DPO, "data.document_mask=false"],
         "answers of a row would see each other: data.document_mask=False",
     ),
+    "prefixes_can_be_shared": (
+        [*DPO, "data.shared_prefixes=true", "mesh.cp=2"],
+        "mesh.cp=2 cuts rows, and answers need their prompt whole (data.shared_prefixes=True)",
+    ),
     "rewards_have_a_head": (
         ["train.objective=reward"],
         "train.objective='reward' and model.num_labels=0 do not go together",

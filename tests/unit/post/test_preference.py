@@ -77,6 +77,10 @@ def test_the_quickstart_goes_from_pairs_to_a_preference_and_to_a_reward_model(
     keys = *keys, "train.global_batch_size=8", "train.micro_batch_size=1", "schedule.warmup_steps=0"
     go(monkeypatch, preference, "--config", config, "--preview", 1)
     assert "+1: words in" in capsys.readouterr().out
+    go(monkeypatch, preference, "--config", config, "--preview", 1, "data.shared_prefixes=true")
+    shown = capsys.readouterr().out.splitlines()
+    at = next(n for n, line in enumerate(shown) if line.startswith("prompt: words in"))
+    assert [line[:2] for line in shown[at + 1 : at + 3]] == ["+1", "-1"]
     go(monkeypatch, preference, "--config", config, *keys)
     found = last_of(tmp_path / "runs/dpo_quickstart")
     assert found["eval_rewards/accuracies"] > 0.8 and found["eval_loss"] < 0.6
