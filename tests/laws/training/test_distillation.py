@@ -11,8 +11,11 @@ from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.infer.trace import trace
 from mjax.interop.pretrained import from_pretrained
+from mjax.interop.sources import source_of
 from mjax.models import build, split
+from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.post.roles import RoleFields
 from mjax.post.stored_teacher import TeacherStore
 from mjax.post.teacher import distillation_batches, teacher_field, teacher_of, write_teacher
@@ -48,7 +51,8 @@ def teacher(tmp_path_factory):
 def student(teacher, cell: Cell, *keys: str, feature: str = "dense"):
     given = ["train.objective=distill", f"distill.teacher={teacher}", "train.loss_chunk=12"]
     trainer = make_trainer(feature, cell, LAYERS, *given, *keys)
-    trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    outputs = trainer.objective.pairs.teacher
+    trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer), outputs),))
     return trainer
 
 
@@ -105,10 +109,79 @@ def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
     one = make_trainer("dense", Cell(rows=8), LAYERS)
     source = array_source(one.cfg.model, one.params())
     write_weights(tmp_path / "same", source, one.definition.specs)
+    hidden = "distill.hidden_layers={0: 0, 1: 1}", "distill.hidden_losses={cosine: 1, mse: 1}"
     for beta in (0, 0.5, 1):
-        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), f"distill.beta={beta}")
+        keys = f"distill.beta={beta}", *hidden
+        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), *keys)
+        assert OWN_WEIGHTS not in trainer.params()
         found = trainer.run_program(GRADIENTS, make_batch(8))
         assert abs(found.losses["divergence"]) < 1e-6 and found.norm < 1e-4
+        assert abs(found.losses["hidden"]) < 1e-6
+
+
+HIDDEN = "distill.hidden_layers={0: 1, 1: 2}"
+ON_MESHES = [
+    Cell({"tp": 2, "dp": 2}, 1, 2, rows=8),
+    Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, rows=8),
+    Cell({"cp": 2, "dp": 2}, 2, 2, rows=8),
+    Cell({"ep": 4, "tp": 2}, 3, 2, rows=8),
+]
+
+
+@pytest.mark.parametrize("cell", quick(ON_MESHES, 0), ids=str)
+def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell):
+    """Outputs of both models by `trace`; the matrices between them have gradients, too."""
+    keys = [HIDDEN, "distill.hidden_losses={cosine: 0.5, mse: 2.0}"]
+    batch = make_batch(8)
+    batch |= {"segment_ids": np.ones((8, 16), np.int32)}  # `trace` does not pack
+    batch |= {"positions": np.tile(np.arange(16, dtype=np.int32), (8, 1))}
+    found = student(teacher, cell, *keys)
+    ours = jax.device_get(found.run_program(GRADIENTS, batch))
+    plain = student(teacher, Cell(rows=8)).run_program(GRADIENTS, batch)
+    one = student(teacher, Cell(rows=8), *keys)
+    params, tokens, mask = one.params(), batch["tokens"], batch["loss_mask"]
+    assert {a.shape for a in params[OWN_WEIGHTS].values()} == {(32, 48)}
+    _, wanted = trace(from_pretrained(teacher).model, tokens, keep=["layers.1", "layers.2"])
+
+    def hidden(params):
+        _, seen = trace(one.definition.bind(params), tokens, keep=["layers.0", "layers.1"])
+        total = 0
+        for layer, of_teacher in (0, 1), (1, 2):
+            x = seen[f"layers.{layer}"] @ params[OWN_WEIGHTS][f"layer_{layer}"]
+            y = wanted[f"layers.{of_teacher}"]
+            lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+            total += 0.5 * (1 - (x * y).sum(-1) / lengths) + 2 * ((x - y) ** 2).mean(-1)
+        return (total / 2 * mask).sum() / mask.sum()
+
+    expected, gradients = jax.jit(jax.value_and_grad(hidden))(params)
+    own = gradients.pop(OWN_WEIGHTS)
+    rest = jax.tree.map(jnp.add, gradients, plain.gradients)
+    assert deviation(ours.losses["hidden"], expected) <= 1e-5
+    assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
+
+
+def test_matrices_between_layers_are_saved_and_not_exported(teacher, tmp_path):
+    """A run goes on with them at another mesh, and a student of its weights has none."""
+    keys = [HIDDEN, f"run.dir={tmp_path}", "checkpoint.async_save=false"]
+    first = student(teacher, Cell({"dp": 2}, 1, 1, rows=8), *keys)
+    first.step(make_batch(8))
+    first.save()
+    first.store.wait()
+    again = student(teacher, Cell({"tp": 2}, rows=8), *keys)
+    again.restore()
+    saved = first.params()
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params(), saved))
+    exported = from_pretrained(tmp_path).params
+    assert OWN_WEIGHTS in saved and OWN_WEIGHTS not in exported
+    start = again.checkpoints.load_weights(source_of(tmp_path))[0]
+    assert not np.array_equal(start[OWN_WEIGHTS]["layer_0"], saved[OWN_WEIGHTS]["layer_0"])
+
+
+def test_layers_that_are_not_there_are_refused(teacher):
+    with pytest.raises(UserError, match="layer 7 of the teacher, whose last is 2"):
+        student(teacher, Cell(rows=8), "distill.hidden_layers={0: 7}")
+    with pytest.raises(UserError, match="a layer of the student, whose last is 1"):
+        student(teacher, Cell(rows=8), "distill.hidden_layers={2: 1}")
 
 
 def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
