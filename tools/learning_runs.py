@@ -14,6 +14,12 @@ from tools.curves import drawing
 Curve = Mapping[int, float]  # a value by step
 
 
+def train_once(command: str, run: Path, steps: int, *arguments: object) -> None:
+    """Train in the folder `run`, unless it holds the last step already."""
+    if not (run / "checkpoints" / str(steps)).is_dir():
+        run_mjax(command, *arguments, f"train.steps={steps}", f"run.dir={run}")
+
+
 def run_mjax(*arguments: object) -> None:
     """Run a command of mjax; its output goes nowhere unless it fails."""
     command = [sys.executable, "-m", "mjax.cli", *map(str, arguments)]

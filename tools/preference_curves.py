@@ -22,7 +22,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import run_cli
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.models import definition_of
-from tools.learning_runs import Curve, draw_curves, run_mjax, spread
+from tools.learning_runs import Curve, draw_curves, spread, train_once
 from tools.preference_pairs import pairs, vowels
 
 END, LENGTH = 256, 32  # the token after an answer; tokens of the longest document, and more
@@ -30,6 +30,10 @@ STEPS, EVERY = 60, 10
 SAMPLES = 512
 METHODS = {  # name: (command, keys)
     "DPO": ("preference", ["preference.loss_type=sigmoid"]),
+    "DPO, SFT term": (
+        "preference",
+        ["preference.loss_type=[sigmoid,sft]", "preference.loss_weights=[1,0.5]"],
+    ),
     "KTO": ("preference", ["preference.loss_type=kto"]),
     "reward model": ("reward", []),
 }
@@ -63,7 +67,7 @@ def main() -> int:
     shares: dict[str, list[float]] = {"before": [vowel_share(start, seed=0)]}
     for name, (command, keys) in METHODS.items():
         for seed in range(1, args.seeds + 1):
-            run = out / f"{name.replace(' ', '_')}{seed}"
+            run = out / f"{name.replace(' ', '_').replace(',', '')}{seed}"
             train(command, run, start, seed, keys)
             steps = {0: start} if command == "preference" else {}
             numbers = sorted(int(step.name) for step in (run / "checkpoints").glob("*[0-9]"))
@@ -94,8 +98,8 @@ def make_start(out: Path) -> Path:
             text = "\n".join(map(json.dumps, lines)) + "\n"
             (out / f"{name}.jsonl").write_text(text)
     keys = [f"data.conversations.path={out}/train_answers.jsonl", "schedule.lr=3e-3"]
-    keys += [f"data.valid_paths=[{out}/held_out_answers.jsonl]", f"run.dir={out}/start"]
-    run_mjax("sft", "--config", out / "config.yaml", *keys, "train.steps=150")
+    keys += [f"data.valid_paths=[{out}/held_out_answers.jsonl]"]
+    train_once("sft", out / "start", 150, "--config", out / "config.yaml", *keys)
     return out / "start"
 
 
@@ -103,10 +107,9 @@ def train(command: str, run: Path, start: Path, seed: int, keys: list[str], step
     """Train from `start` on pairs, with a checkpoint every few steps."""
     out = run.parent
     common = [f"data.conversations.path={out}/train.jsonl", f"checkpoint.init_from={start}"]
-    common += [f"data.valid_paths=[{out}/held_out.jsonl]", f"train.steps={steps}"]
+    common += [f"data.valid_paths=[{out}/held_out.jsonl]", f"run.seed={seed}"]
     common += [f"checkpoint.interval={EVERY}", "schedule.lr=3e-4", "schedule.warmup_steps=10"]
-    run_mjax(command, "--config", out / "config.yaml", *common, *keys, f"run.seed={seed}",
-             f"run.dir={run}")  # fmt: skip
+    train_once(command, run, steps, "--config", out / "config.yaml", *common, *keys)
 
 
 def rows_of(held_out: list[dict], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -49,12 +49,17 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
     """
     batches = from_config(trainer, record)
     if isinstance(trainer.objective, Distillation):
-        outputs = trainer.objective.pairs.teacher
-        trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer), outputs),))
+        trainer.role_fields = teacher_fields(trainer)
     elif isinstance(trainer.objective, StoredDistillation):
         store = TeacherStore(Path(trainer.cfg.distill.stored))
         return with_stored_teacher(batches, store)
     return batches
+
+
+def teacher_fields(trainer: Trainer) -> RoleFields:
+    """The fields that the teacher of a run computes for each batch."""
+    outputs = trainer.objective.pairs.teacher
+    return RoleFields((teacher_field(teacher_of(trainer), outputs),))
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
