@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from mjax.errors import UserError
 from mjax.models.base.branch import begin_layers, finish_layers
 from mjax.models.base.context import Context, Tokens
-from mjax.models.base.layer_outputs import LAYER_OUTPUTS
 from mjax.models.base.params import ModelDefinition
 from mjax.models.base.streams import (
     EXPERT_LOADS,
@@ -24,6 +23,7 @@ from mjax.models.base.streams import (
 )
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
+from mjax.models.runtime.layer_outputs import LAYER_OUTPUTS
 from mjax.models.runtime.load import fp8_scales, load_weights
 from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.models.runtime.training_layers import TrainingLayers
@@ -116,9 +116,11 @@ class LocalModel:
 
         `outputs` are the numbers of the layers whose outputs are kept.
         """
-        ctx = replace(self.ctx, probe=replace(self.ctx.probe, outputs=outputs))
+        probe = replace(self.ctx.probe, outputs=outputs)
+        ctx = replace(self.ctx, probe=probe)
         layers = replace(self.layers, ctx=ctx)
-        x, statistics, _ = layers.run(weights, x, self.layer_inputs(weights, tokens))
+        inputs = self.layer_inputs(weights, tokens)
+        x, statistics, _ = layers.run(weights, x, inputs)
         return x, statistics, statistics.pop(LAYER_OUTPUTS, None)
 
     def fields_of_all_rows(self, batch: Batch) -> Batch:

@@ -51,7 +51,7 @@ class LayerPairs:
         for number, layer in enumerate(self.student):
             x = outputs[number]
             if self.specs:
-                x = jnp.einsum("bsd,de->bse", x, matrices[_name(layer)])
+                x = jnp.einsum("bsd,de->bse", x, matrices[_matrix_name(layer)])
             y = of_teacher[:, :, number]
             for kind, weight in self.weights:
                 found = HIDDEN_LOSSES[kind](x.astype(jnp.float32), y.astype(jnp.float32))
@@ -74,12 +74,12 @@ def layer_pairs(settings: DistillConfig, student: ModelConfig, teacher: ModelCon
     widths, specs = (student.hidden_size, teacher.hidden_size), {}
     if widths[0] != widths[1]:
         spec = ParamSpec(widths, ("embed", "teacher_width"), "matrix")
-        specs = {_name(layer): spec for layer in of_student}
+        specs = {_matrix_name(layer): spec for layer in of_student}
     weights = tuple(settings.hidden_losses.items())
     return LayerPairs(of_student, of_teacher, weights, specs)
 
 
-def _name(layer: int) -> str:
+def _matrix_name(layer: int) -> str:
     return f"layer_{layer}"
 
 

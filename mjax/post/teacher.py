@@ -30,7 +30,7 @@ from mjax.post.teacher_divergence import (
     BIAS,
     HEAD,
     HIDDEN,
-    LAYERS,
+    OF_LAYERS,
     Distillation,
     StoredDistillation,
     teacher_config,
@@ -172,7 +172,7 @@ def placed_hidden_states(
     def read(edges: Decoder, x: jax.Array, kept: jax.Array | None) -> Batch:
         found = {HIDDEN: edges.head_input(x)}
         if kept is not None:
-            found[LAYERS] = jnp.moveaxis(kept, 0, 2)
+            found[OF_LAYERS] = jnp.moveaxis(kept, 0, 2)
         return jax.tree.map(program.parallel.gather_seq, found)
 
     return from_each_token(program, state, batch, read, outputs)

@@ -33,7 +33,7 @@ from mjax.post.teacher_vocabulary import require_leading_tokens
 from mjax.sharding.spec import ParamSpec
 
 HIDDEN, HEAD, BIAS = "teacher_hidden", "teacher_head", "teacher_bias"
-LAYERS = "teacher_layers"  # the outputs of layers, [B, S, N, D]
+OF_LAYERS = "teacher_layers"  # the outputs of layers, [B, S, N, D]
 
 
 class TeacherLoss(NextToken):
@@ -72,7 +72,7 @@ class Distillation(TeacherLoss):
             fields[BIAS] = BatchField(self.dtype, ("vocab",), is_computed=True)
         if self.pairs.student:
             axes = "batch", "seq", "teacher_layers", "teacher_width"
-            fields[LAYERS] = BatchField(self.dtype, axes, is_computed=True)
+            fields[OF_LAYERS] = BatchField(self.dtype, axes, is_computed=True)
         object.__setattr__(self, "fields", fields)
 
     @classmethod
@@ -121,7 +121,7 @@ class Distillation(TeacherLoss):
     def layer_losses(
         self, outputs: jax.Array, weights: Mapping[str, jax.Array], batch: Batch, ctx: Context
     ) -> Scalars:
-        given = outputs, weights, batch[LAYERS], batch["loss_mask"]
+        given = outputs, weights, batch[OF_LAYERS], batch["loss_mask"]
         return {"hidden": self.pairs.losses(*given, ctx.parallel)}
 
 

@@ -34,7 +34,7 @@ def require_leading_tokens(folder: str, size: int, wanted: int, spec: str | None
         )
     ours, teacher = load_tokenizer(spec), load_tokenizer(theirs)
     for number in range(min(ours.vocab_size, wanted)):
-        pair = _text_of(ours, number), _text_of(teacher, number)
+        pair = _token_text(ours, number), _token_text(teacher, number)
         if pair[0] != pair[1]:
             raise UserError(
                 f"{sizes}; token {number} is {pair[0]!r} in {spec} and {pair[1]!r} in the "
@@ -42,7 +42,7 @@ def require_leading_tokens(folder: str, size: int, wanted: int, spec: str | None
             )
 
 
-def _text_of(tokenizer: Tokenizer, number: int) -> str | None:
+def _token_text(tokenizer: Tokenizer, number: int) -> str | None:
     """The text of a token, None where there is none of that number."""
     if number >= tokenizer.vocab_size:
         return None

@@ -86,7 +86,7 @@ class Probe:
 
     layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/base/activation_statistics.py`).
-    outputs: the numbers of the layers whose outputs are kept (`models/base/layer_outputs.py`).
+    outputs: the numbers of the layers whose outputs are kept (`models/runtime/layer_outputs.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`infer/trace.py`).
     """

@@ -17,10 +17,10 @@ from mjax.models.base.activation_statistics import nothing_seen, see_activations
 from mjax.models.base.adapter import TokenPlaces
 from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
-from mjax.models.base.layer_outputs import no_outputs, with_output
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
+from mjax.models.runtime.layer_outputs import no_outputs, with_output
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
 
