@@ -1,13 +1,15 @@
 """`python -m tools.distillation_curves RUN --out DIR`: a distilled student beside its twin.
 
 The text is Python's standard library. A teacher reads all of it but some held-out files, once. A
-student of a ninth of its parameters has a few files of that text, and reads them several times:
-once with the teacher's distributions, once as text alone. Everything else is equal, so both have
-seen the same tokens. Measured is the cross-entropy of held-out files, in nats. RUN has the
-tokenizer, as the quickstart's. DIR gets the runs, held_out_loss.svg and results.json.
+student of a sixth of its parameters has a few files of that text, which it reads several times, or
+all of it, of which it reads a part. It learns the teacher's distributions, or from the text alone.
+Everything else is equal, so both have seen the same tokens. Measured is the cross-entropy of
+held-out files, in nats. RUN has the tokenizer, as the quickstart's. DIR gets the runs,
+held_out_loss.svg and results.json.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -35,6 +37,7 @@ TEACHER = ["model.hidden_size=128", "model.num_hidden_layers=3", "model.intermed
 TEACHER += ["model.attention={num_attention_heads: 4, num_key_value_heads: 2, qk_norm: true}"]
 STUDENT = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.intermediate_size=128"]
 STUDENT += ["model.attention={num_attention_heads: 4, num_key_value_heads: 2, qk_norm: true}"]
+TEXTS = {"few": "5 files", "all": "all files"}
 WAYS = {  # name: (command, keys, what the log calls the cross-entropy)
     "text alone": ("train", [], "eval_loss"),
     "distilled": ("distill", ["distill.teacher={out}/teacher"], "eval_nll"),
@@ -54,17 +57,18 @@ def main() -> int:
     keys = [f"data.paths=[{out}/all]", "train.eval_interval=500", "train.global_batch_size=16"]
     train_once("train", out / "teacher", TEACHER_STEPS, *config, *TEACHER, *keys)
     curves: dict[str, list[Curve]] = {}
-    for seed in range(1, args.seeds + 1):
-        for name, (command, more, field) in WAYS.items():
-            run = out / f"{name.replace(' ', '_')}{seed}"
-            keys = [f"data.paths=[{out}/few]", f"run.seed={seed}"]
-            keys += [f"train.eval_interval={EVERY}", "train.global_batch_size=8", *STUDENT]
-            keys += [key.format(out=out) for key in more]
-            train_once(command, run, STEPS, *config, *keys)
-            steps, values = read_run(run, name).column(field)
-            curve = dict(zip(steps.astype(int).tolist(), values.tolist(), strict=True))
-            curves.setdefault(name, []).append(curve)
-            print(name, seed, curve, flush=True)
+    ways = itertools.product(range(1, args.seeds + 1), TEXTS.items(), WAYS.items())
+    for seed, (corpus, text), (way, (command, more, field)) in ways:
+        name = f"{way}, {text}"
+        run = out / f"{way.replace(' ', '_')}_{corpus}{seed}"
+        keys = [f"data.paths=[{out}/{corpus}]", f"run.seed={seed}"]
+        keys += [f"train.eval_interval={EVERY}", "train.global_batch_size=8", *STUDENT]
+        keys += [key.format(out=out) for key in more]
+        train_once(command, run, STEPS, *config, *keys)
+        steps, values = read_run(run, name).column(field)
+        curve = dict(zip(steps.astype(int).tolist(), values.tolist(), strict=True))
+        curves.setdefault(name, []).append(curve)
+        print(name, seed, curve, flush=True)
     title = "Cross-entropy of held-out text in nats, by step"
     draw_curves(curves, "nats", title, out / "held_out_loss.svg")
     _, of_teacher = read_run(out / "teacher", "teacher").column("eval_loss")

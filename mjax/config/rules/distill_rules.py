@@ -21,14 +21,16 @@ def teachers_have_no_pipeline(c: Config) -> Iterator[str]:
 
 @rule("leave distill.hidden_layers out, or train with distill.teacher and without lora.rank")
 def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
-    if c.distill.hidden_layers and c.distill.stored is not None:
+    if not c.distill.hidden_layers or c.train.objective != "distill":
+        return
+    if c.distill.stored is not None:
         yield "`distill.hidden_layers`: `distill.stored` has no outputs of layers"
-    if c.distill.hidden_layers and c.lora.rank:
+    if c.lora.rank:
         yield "`distill.hidden_layers` is not built with `lora.rank`"
-    if c.distill.hidden_layers and not c.distill.hidden_losses:
+    if not c.distill.hidden_losses:
         yield "`distill.hidden_layers` has no loss: `distill.hidden_losses` is empty"
-    last = c.model.num_hidden_layers - 1
-    if c.train.objective == "distill" and max(c.distill.hidden_layers, default=0) > last:
+    if max(c.distill.hidden_layers) >= c.model.num_hidden_layers:
+        last = c.model.num_hidden_layers - 1
         yield f"`distill.hidden_layers` names a layer of the student, whose last is {last}"
 
 
