@@ -160,6 +160,7 @@ def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell
     assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
 
 
+@slow
 def test_matrices_between_layers_are_saved_and_not_exported(teacher, tmp_path):
     """A run goes on with them at another mesh, and a student of its weights has none."""
     keys = [HIDDEN, f"run.dir={tmp_path}", "checkpoint.async_save=false"]
@@ -223,6 +224,7 @@ def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(t
         Trainer(load(None, load_objective), devices=jax.devices()[:1])
 
 
+@slow
 def test_a_teacher_s_vocabulary_may_go_on_where_the_student_s_ends(tmp_path):
     """The loss is that of the teacher's logits of the tokens that both have, on two devices."""
     text = [" ".join(f"{word}{word}s" for word in ("tree", "leaf", "root", "bark"))]
