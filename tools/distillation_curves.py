@@ -1,7 +1,7 @@
 """`python -m tools.distillation_curves RUN --out DIR`: a distilled student beside its twin.
 
 The text is Python's standard library. A teacher reads all of it but some held-out files, once. A
-student of a sixth of its parameters has a few files of that text, which it reads several times, or
+student of a fifth of its parameters has a few files of that text, which it reads several times, or
 all of it, of which it reads a part. It learns the teacher's distributions, or from the text alone.
 Everything else is equal, so both have seen the same tokens. Measured is the cross-entropy of
 held-out files, in nats. RUN has the tokenizer, as the quickstart's. DIR gets the runs,

@@ -72,8 +72,9 @@ def main() -> int:
             steps = {0: start} if command == "preference" else {}
             numbers = sorted(int(step.name) for step in (run / "checkpoints").glob("*[0-9]"))
             steps |= {step: run / "checkpoints" / str(step) for step in numbers}
-            if command == "reward":  # the score's head is drawn: the first step has the rate 0
-                train(command, out / f"first{seed}", start, seed, keys, steps=1)
+            if command == "reward":  # the score's head is drawn, and this step moves nothing
+                still = ["schedule.lr=1e-30", "schedule.warmup_steps=0"]
+                train(command, out / f"first{seed}", start, seed, still, steps=1)
                 steps = {0: out / f"first{seed}"} | steps
             measure = accuracy_of_rewards if command == "reward" else accuracy
             curve = {step: measure(folder, held_out) for step, folder in steps.items()}
