@@ -15,15 +15,12 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.checkpoint.base.source import array_source
-from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.config.languages.layer_pattern import shortest
 from mjax.config.rules.mesh_rules import AXES
@@ -300,13 +297,13 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
 
 
 @functools.cache
-def random_teacher() -> Path:
-    """A folder of the teacher that the row "distillation" learns from."""
-    folder = Path(tempfile.mkdtemp(prefix="mjax-prove-")) / "teacher"
-    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    trainer = make_trainer("dense", Cell(), *TEACHER)
-    source = array_source(trainer.cfg.model, trainer.params())
-    write_weights(folder, source, trainer.definition.specs)
+def random_teacher() -> str:
+    """The folder of a run, the teacher that the row "distillation" learns from."""
+    folder = tempfile.mkdtemp(prefix="mjax-prove-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    trainer = make_trainer("dense", Cell(), *TEACHER, f"run.dir={folder}")
+    trainer.save()
+    trainer.store.wait()
     return folder
 
 

@@ -346,14 +346,10 @@ FEATURES["rewards"] = [
     "model.num_labels=1",
     "reward.center_rewards_coefficient=0.1",
 ]
-FEATURES["distillation"] = [  # from a wider model with random weights (`random_teacher`)
-    "train.objective=distill",
-    "distill.beta=0.3",
-    "distill.temperature=1.5",
-    "distill.label_weight=0.25",
-    "distill.hidden_layers={0: 1, 2: 2}",
-    "distill.hidden_losses={cosine: 1.0, mse: 0.5}",
-]
+# From a wider model with random weights (`random_teacher`).
+FEATURES["distillation"] = ["train.objective=distill", "distill.hidden_layers={0: 1, 2: 2}"]
+FEATURES["distillation"] += ["distill.beta=0.3", "distill.hidden_losses={cosine: 1.0, mse: 0.5}"]
+FEATURES["distillation"] += ["distill.temperature=1.5", "distill.label_weight=0.25"]
 # Features in words, for the page.
 NAMES = {
     "dense": "a Llama-like model with grouped heads",
@@ -443,12 +439,7 @@ NO_RING = (
 )
 MOST_TP = {"odd widths": 2}
 MOST_PP = {"distillation": 1}  # the teacher's forward pass goes through no pipeline
-TEACHER = [
-    "model.hidden_size=48",
-    "model.num_hidden_layers=3",
-    "model.attention.num_attention_heads=24",
-    "model.attention.num_key_value_heads=24",
-    "run.seed=7",
-]
+TEACHER = ["model.hidden_size=48", "model.num_hidden_layers=3", "run.seed=7"]
+TEACHER += ["model.attention.num_attention_heads=24", "model.attention.num_key_value_heads=24"]
 # Their towers have heads and lengths that 3 does not divide.
 NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo", "mimo, own mesh", "qwen-vl")
