@@ -13,15 +13,25 @@ from mjax.errors import UserError
 from mjax.models.base.branch import begin_layers, finish_layers
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import ModelDefinition
-from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams, WithLoads, split_loads
+from mjax.models.base.streams import (
+    EXPERT_LOADS,
+    Activation,
+    Statistics,
+    Streams,
+    WithLoads,
+    split_loads,
+)
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
+from mjax.models.runtime.layer_outputs import LAYER_OUTPUTS
 from mjax.models.runtime.load import fp8_scales, load_weights
 from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.models.runtime.training_layers import TrainingLayers
 from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.objective import (
+    OWN_WEIGHTS,
     FieldDeriver,
+    LayerReader,
     Measurer,
     Objective,
     described_tokens,
@@ -100,6 +110,20 @@ class LocalModel:
             placement=self.placement,
         )
 
+    def run_layers(
+        self, weights: dict, x: Activation, tokens: Tokens, outputs: tuple[int, ...] = ()
+    ) -> tuple[Activation, Statistics, jax.Array | None]:
+        """(the last layer's output, shares of statistics, `outputs` [N, B, S/tp, D] or None).
+
+        `outputs` are the numbers of the layers whose outputs are kept.
+        """
+        probe = replace(self.ctx.probe, outputs=outputs)
+        ctx = replace(self.ctx, probe=probe)
+        layers = replace(self.layers, ctx=ctx)
+        inputs = self.layer_inputs(weights, tokens)
+        x, statistics, _ = layers.run(weights, x, inputs)
+        return x, statistics, statistics.pop(LAYER_OUTPUTS, None)
+
     def fields_of_all_rows(self, batch: Batch) -> Batch:
         """The fields that are not of rows, which each micro-batch takes whole."""
         fields = self.objective.fields.items()
@@ -118,17 +142,25 @@ class LocalModel:
         return batch | derived
 
     def head_losses(
-        self, weights: dict, x: Activation, micro_batch: Batch, key: jax.Array | None
+        self,
+        weights: dict,
+        x: Activation,
+        micro_batch: Batch,
+        key: jax.Array | None,
+        outputs: jax.Array | None = None,
     ) -> tuple[Scalars, Scalars]:
         """(sums of the losses, equal on all tp devices; this device's shares of statistics).
 
-        x is the last layer's output. The statistics are those that the objective adds to the
-        layers', zeros for the others.
+        x is the last layer's output, `outputs` are those that a `LayerReader` asked for. The
+        statistics are those that the objective adds to the layers', zeros for the others.
         """
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
         ctx = self.ctx.in_training(head_remat=self.execution.layers[-1].remat)
         x, of_layers = split_loads(x, {})
         found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
+        if outputs is not None:
+            own = weights.get(OWN_WEIGHTS, {})
+            found |= self.objective.layer_losses(outputs, own, micro_batch, ctx)
         # of layers of multi-token prediction
         loads = found.pop(EXPERT_LOADS, 0.0) if isinstance(found, dict) else 0.0
         counts = jax.eval_shape(self.objective.counts, micro_batch)
@@ -151,8 +183,9 @@ class LocalModel:
         """
         tokens = self.tokens(micro_batch, key)
         x = self.embed(weights, micro_batch, tokens)
-        x, statistics, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
-        losses, of_head = self.head_losses(weights, x, micro_batch, key)
+        outputs = self.objective.outputs if isinstance(self.objective, LayerReader) else ()
+        x, statistics, kept = self.run_layers(weights, x, tokens, outputs)
+        losses, of_head = self.head_losses(weights, x, micro_batch, key, kept)
         for name, share in of_head.items():
             statistics[name] = statistics[name] + share
         return losses, statistics

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, line_of, reason
 from mjax.models.base.context import Context, Tokens
@@ -24,6 +25,7 @@ from mjax.models.base.streams import Activation
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.spec import ParamSpec
 
 
 @runtime_checkable
@@ -124,6 +126,42 @@ class OwnAxes(Protocol):
     """
 
     lengths: Mapping[str, int]
+
+
+@runtime_checkable
+class LayerReader(Protocol):
+    """An objective with a loss of the outputs of some layers, and perhaps weights of its own.
+
+    outputs: the numbers of those layers; () if it has no such loss.
+    specs: declarations of its weights by name. They are trained and saved, and never exported.
+    """
+
+    outputs: tuple[int, ...]
+    specs: Mapping[str, ParamSpec]
+
+    def layer_losses(
+        self, outputs: jax.Array, weights: Mapping[str, jax.Array], batch: Batch, ctx: Context
+    ) -> Scalars:
+        """Sums of losses as of `losses`; outputs [N, B, S/tp, D] are in their order."""
+
+
+@runtime_checkable
+class TeacherReader(LayerReader, Protocol):
+    """An objective whose fields a model on the mesh of the run computes.
+
+    teacher: that model. `outputs` are as many as the layers of it that are fields.
+    """
+
+    teacher: ModelConfig
+
+
+OWN_WEIGHTS = "objective"  # the entry of the parameters that holds the weights of `LayerReader`
+
+
+def own_specs(objective: Objective) -> dict:
+    """The declarations of the weights of an objective, as an entry of the parameters."""
+    specs = dict(objective.specs) if isinstance(objective, LayerReader) else {}
+    return {OWN_WEIGHTS: specs} if specs else {}
 
 
 @runtime_checkable

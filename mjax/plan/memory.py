@@ -6,6 +6,7 @@ compiler adds, factors measured on programs compiled for H200 (docs/train/memory
 pure function of (config, sizes of the mesh, declared parameters).
 """
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,13 +16,16 @@ import jax.numpy as jnp
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.config.languages.remat import offloaded
 from mjax.config.rules.mesh_rules import mesh_sizes
+from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.loss.cross_entropy import cut_of
 from mjax.kernels.loss.rows import fits
+from mjax.models import definition_of
 from mjax.models.base.branch import model_heads
 from mjax.models.runtime.execution import Execution, is_matmul_weight
 from mjax.models.runtime.remat import STASHED
 from mjax.objectives.contrastive import LOGIT_ROWS
+from mjax.objectives.objective import TeacherReader, objective_of
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
@@ -113,7 +117,31 @@ def bytes_per_device(
     parts["work"] = max(work, loss)
     if cfg.train.objective == "preference" and cfg.preference.computes_reference:
         parts["reference"] = _reference_bytes(cfg, count)
+    objective = objective_of(cfg)
+    if isinstance(objective, TeacherReader):
+        parts["teacher"] = teacher_bytes(cfg, sizes, objective)
     return parts
+
+
+def teacher_bytes(cfg: Config, sizes: dict[str, int], objective: TeacherReader) -> float:
+    """The bytes of a teacher: its shards, and its fields of two batches, which are placed ahead.
+
+    A field is an array of the width of the teacher for each token (`post/teacher.py`).
+    """
+    teacher = objective.teacher
+    of_teacher = cfg.model_copy(update={"model": teacher})
+    count = counts_on_device(of_teacher, sizes, _specs_of(teacher.model_dump_json()))
+    rows = cfg.train.global_batch_size / (sizes["dp"] * sizes["ep"])
+    tokens = rows * cfg.data.seq_length / sizes["cp"]
+    fields = 2 * tokens * (1 + len(objective.outputs))
+    head = teacher.padded_vocab_size / sizes["tp"]
+    return WIDTH[cfg.precision.compute] * (count.shard + teacher.hidden_size * (fields + head))
+
+
+@functools.lru_cache(maxsize=4)
+def _specs_of(model: str) -> dict:
+    """The declarations of the parameters of a model, whose config is JSON here."""
+    return definition_of(ModelConfig.model_validate_json(model)).specs
 
 
 def _reference_bytes(cfg: Config, count: Counts) -> float:

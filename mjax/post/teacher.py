@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +30,7 @@ from mjax.post.teacher_divergence import (
     BIAS,
     HEAD,
     HIDDEN,
+    OF_LAYERS,
     Distillation,
     StoredDistillation,
     teacher_config,
@@ -47,11 +49,17 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
     """
     batches = from_config(trainer, record)
     if isinstance(trainer.objective, Distillation):
-        trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+        trainer.role_fields = teacher_fields(trainer)
     elif isinstance(trainer.objective, StoredDistillation):
         store = TeacherStore(Path(trainer.cfg.distill.stored))
         return with_stored_teacher(batches, store)
     return batches
+
+
+def teacher_fields(trainer: Trainer) -> RoleFields:
+    """The fields that the teacher of a run computes for each batch."""
+    outputs = trainer.objective.pairs.teacher
+    return RoleFields((teacher_field(teacher_of(trainer), outputs),))
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
@@ -107,31 +115,39 @@ def teacher_run(cfg: Config) -> Config:
         "optimizer": OptimizerConfig(),
         "distill": DistillConfig(),
         "lora": LoraConfig(),
-        "checkpoint": CheckpointConfig(),
+        "checkpoint": CheckpointConfig(init_changes=["vocab_size"]),  # may be cut
     }
     return cfg.model_copy(update=changes)
 
 
-def teacher_field(teacher: Role) -> RoleField:
-    """The fields that the teacher adds to a batch of the student; its head is computed once."""
-    fields = teacher.trainer.placer.names
+def teacher_field(teacher: Role, outputs: tuple[int, ...] = ()) -> RoleField:
+    """The fields that the teacher adds to a batch of the student; its head is computed once.
+
+    `outputs`: the numbers of its layers whose outputs are a field.
+    """
+    fields, kind = teacher.trainer.placer.names, hidden_states_kind(outputs)
     whole = {}
 
     def compute(placed: Batch) -> Batch:
         batch = {name: placed[name] for name in fields}
         if not whole:
             whole.update(teacher.compute(HEADS, batch))
-        return {HIDDEN: teacher.compute(HIDDEN_STATES, batch)} | whole
+        return teacher.compute(kind, batch) | whole
 
     return compute
 
 
 def from_each_token(
-    program: Program, state: State, batch: Batch, read: Callable[[Decoder, jax.Array], Any]
+    program: Program,
+    state: State,
+    batch: Batch,
+    read: Callable[[Decoder, jax.Array, jax.Array | None], Any],
+    outputs: tuple[int, ...] = (),
 ) -> Any:
-    """Arrays [b, S/cp, ...] of a batch, read from activations after the final norm, [b', S/tp, D].
+    """Arrays [b, S/cp, ...] of a batch, from `read(edges, x, kept)` of each micro-batch.
 
-    Without dropout, a micro-batch at a time.
+    x [b', S/tp, D] are activations after the final norm, kept [N, b', S/tp, D] the `outputs` of
+    layers of these numbers. Without dropout.
     """
     model = program.model.for_evaluation(program.evaluation)
     batch = model.with_derived_fields(batch)
@@ -141,20 +157,25 @@ def from_each_token(
     def of_micro_batch(micro_batch: Batch) -> Any:
         tokens = model.tokens(micro_batch, None)
         x = model.embed(weights, micro_batch, tokens)
-        x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
-        return read(edges, edges.normed(decoder_of(x)))
+        x, _, kept = model.run_layers(weights, x, tokens, outputs)
+        return read(edges, edges.normed(decoder_of(x)), kept)
 
     found = jax.lax.map(of_micro_batch, split_batch(batch, program.evaluation.micro_batches))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
 
 
-def placed_hidden_states(program: Program, state: State, batch: Batch) -> jax.Array:
-    """The activations that the head multiplies, [b, S/cp, D]."""
+def placed_hidden_states(
+    program: Program, state: State, batch: Batch, outputs: tuple[int, ...]
+) -> Batch:
+    """The activations that the head multiplies, [b, S/cp, D], and outputs of layers if any."""
 
-    def read(edges: Decoder, x: jax.Array) -> jax.Array:
-        return program.parallel.gather_seq(edges.head_input(x))
+    def read(edges: Decoder, x: jax.Array, kept: jax.Array | None) -> Batch:
+        found = {HIDDEN: edges.head_input(x)}
+        if kept is not None:
+            found[OF_LAYERS] = jnp.moveaxis(kept, 0, 2)
+        return jax.tree.map(program.parallel.gather_seq, found)
 
-    return from_each_token(program, state, batch, read)
+    return from_each_token(program, state, batch, read, outputs)
 
 
 def placed_top_log_probs(
@@ -163,7 +184,7 @@ def placed_top_log_probs(
     """The `most` likeliest next tokens of each token, [b, S/cp, most]."""
     ctx = program.model.ctx.in_training(temperature=temperature)
 
-    def read(edges: Decoder, x: jax.Array) -> TopLogProbs:
+    def read(edges: Decoder, x: jax.Array, _: jax.Array | None) -> TopLogProbs:
         return edges.top_log_probs(x, most, ctx)
 
     return from_each_token(program, state, batch, read)
@@ -187,11 +208,16 @@ def heads(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-HIDDEN_STATES = ProgramKind(
-    placed_hidden_states,
-    inputs=lambda on: (on.weights, on.batch),
-    outputs=lambda on: P(DATA_AXES, "cp"),
-)
+@functools.cache
+def hidden_states_kind(outputs: tuple[int, ...]) -> ProgramKind:
+    """The program of `placed_hidden_states`."""
+    return ProgramKind(
+        functools.partial(placed_hidden_states, outputs=outputs),
+        inputs=lambda on: (on.weights, on.batch),
+        outputs=lambda on: P(DATA_AXES, "cp"),
+    )
+
+
 HEADS = ProgramKind(
     heads,
     inputs=lambda on: (on.weights, on.batch),

@@ -5,6 +5,7 @@ teacher computes (`teacher.py`). The logits of both exist for a chunk of tokens 
 (`kernels/loss/divergence.py`).
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,13 @@ from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, Scalars
 from mjax.objectives.next_token import NextToken
+from mjax.post.hidden_losses import LayerPairs, layer_pairs
 from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore
+from mjax.post.teacher_vocabulary import require_leading_tokens
+from mjax.sharding.spec import ParamSpec
 
 HIDDEN, HEAD, BIAS = "teacher_hidden", "teacher_head", "teacher_bias"
+OF_LAYERS = "teacher_layers"  # the outputs of layers, [B, S, N, D]
 
 
 class TeacherLoss(NextToken):
@@ -36,7 +41,12 @@ class TeacherLoss(NextToken):
 
     def counts(self, batch: Batch) -> Scalars:
         count = super().counts(batch)["loss"]
-        return {"loss": count, "divergence": count, "nll": count}
+        return dict.fromkeys(self.names, count)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the losses."""
+        return "loss", "divergence", "nll"
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,14 @@ class Distillation(TeacherLoss):
     """The loss of `distill`, a mean over unmasked tokens.
 
     "loss" is differentiated. "divergence" has neither temperature's square nor weight; "nll" is the
-    cross-entropy of labels. Held-out data is measured by the same loss.
+    cross-entropy of labels. "hidden" is the weighted loss of `pairs` of layers, which is added.
+    Held-out data is measured by the same loss.
     """
 
     settings: DistillConfig
     teacher: ModelConfig
     dtype: type
+    pairs: LayerPairs
     fields: Mapping[str, BatchField] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,19 +70,35 @@ class Distillation(TeacherLoss):
         fields = dict(NextToken.fields) | {HIDDEN: hidden, HEAD: head}
         if self.teacher.lm_head_bias:
             fields[BIAS] = BatchField(self.dtype, ("vocab",), is_computed=True)
+        if self.pairs.student:
+            axes = "batch", "seq", "teacher_layers", "teacher_width"
+            fields[OF_LAYERS] = BatchField(self.dtype, axes, is_computed=True)
         object.__setattr__(self, "fields", fields)
 
     @classmethod
     def of(cls, cfg: Config) -> "Distillation | StoredDistillation":
         if cfg.distill.stored is not None:
             return StoredDistillation.of(cfg)
-        teacher = teacher_config(cfg)
-        return cls(cfg.distill, teacher, jnp.dtype(cfg.precision.compute).type)
+        teacher, dtype = teacher_config(cfg), jnp.dtype(cfg.precision.compute).type
+        return cls(cfg.distill, teacher, dtype, layer_pairs(cfg.distill, cfg.model, teacher))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "hidden") if self.pairs.student else super().names
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return self.pairs.student
+
+    @property
+    def specs(self) -> Mapping[str, ParamSpec]:
+        return self.pairs.specs
 
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths of the axes that no other objective has."""
-        return {"vocab": self.teacher.padded_vocab_size, "teacher_width": self.teacher.hidden_size}
+        lengths = {"vocab": self.teacher.padded_vocab_size, "teacher_layers": len(self.outputs)}
+        return lengths | {"teacher_width": self.teacher.hidden_size}
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
@@ -89,6 +117,12 @@ class Distillation(TeacherLoss):
         )
         loss = found.pop("loss")
         return {"loss": loss} | jax.lax.stop_gradient(found)
+
+    def layer_losses(
+        self, outputs: jax.Array, weights: Mapping[str, jax.Array], batch: Batch, ctx: Context
+    ) -> Scalars:
+        given = outputs, weights, batch[OF_LAYERS], batch["loss_mask"]
+        return {"hidden": self.pairs.losses(*given, ctx.parallel)}
 
 
 @dataclass(frozen=True)
@@ -141,19 +175,27 @@ class StoredDistillation(TeacherLoss):
         return {"loss": loss} | jax.lax.stop_gradient(figures)
 
 
+@functools.lru_cache(maxsize=4)
+def _model_in(folder: str) -> ModelConfig:
+    """The config of the model in a folder, which a plan asks for many times."""
+    return source_of(folder).cfg
+
+
 def teacher_config(cfg: Config) -> ModelConfig:
-    """The config of the teacher. Raises `UserError` for one that the student cannot learn from."""
+    """The config of the teacher, cut to the tokens that the student has, the first of it.
+
+    Raises `UserError` for one that the student cannot learn from.
+    """
     folder = cfg.distill.teacher
     if folder is None:
         raise UserError(
             "distill.teacher is not set; give a folder of the teacher's weights, or distill.stored"
         )
-    teacher = source_of(folder).cfg
-    if teacher.vocab_size != cfg.model.vocab_size:
-        raise UserError(
-            f"distill.teacher={folder} has model.vocab_size={teacher.vocab_size}, and the student "
-            f"{cfg.model.vocab_size}; distil between models of one tokenizer"
-        )
+    teacher, student = _model_in(folder), cfg.model
+    if teacher.vocab_size != student.vocab_size:
+        require_leading_tokens(folder, teacher.vocab_size, student.vocab_size, cfg.data.tokenizer)
+    cut = {"vocab_size": student.vocab_size, "vocab_multiple": student.vocab_multiple}
+    teacher = teacher.model_copy(update=cut)
     if teacher.architecture.reads != ("tokens",) or not teacher.architecture.generates:
         raise UserError(f"distill.teacher={folder} is not a decoder of text alone; take one")
     return teacher

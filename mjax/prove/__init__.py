@@ -8,9 +8,12 @@ token included. One compiled step gives all of it: AdamW's first moment after on
 (1 - b1) times the clipped gradient, Muon's likewise. The law tests run a part of the same table.
 """
 
+import atexit
 import functools
 import itertools
 import math
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,9 +35,11 @@ from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
 from mjax.objectives.text_with_items import fields_of_packed, items_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.post.teacher import teacher_fields
 from mjax.prove.features import (
     DEEP,
     FEATURES,
+    MOST_PP,
     MOST_TP,
     NO_RING,
     NOT_ON_SIX,
@@ -43,6 +48,7 @@ from mjax.prove.features import (
     SIX,
     SMALL,
     STEPS,
+    TEACHER,
     VOCAB,
 )
 from mjax.sharding.mesh import make_mesh
@@ -102,6 +108,8 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
     period = len(shortest(load(None, [*SMALL, *FEATURES[feature]]).model.layer_kinds))
     for i, mesh in enumerate(meshes(devices), list(FEATURES).index(feature)):
         if mesh["tp"] > MOST_TP.get(feature, devices):
+            continue
+        if mesh["pp"] > MOST_PP.get(feature, devices):
             continue
         stages = (0, 1, 3) if mesh["pp"] > 1 else (0, 1, 2, 3)
         parts = mesh["dp"] * mesh["ep"]
@@ -274,6 +282,8 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     keys = {f"mesh.{axis}": n for axis, n in mesh.items()}
     keys |= {"mesh.zero": cell.zero, "mesh.cp_type": cell.cp_type}
     keys |= {"train.global_batch_size": cell.rows, "train.micro_batch_size": size}
+    if feature == "distillation":
+        keys["distill.teacher"] = random_teacher()
     given = [f"{key}={value}" for key, value in keys.items()]
     cut = f"mesh.expert_tp={mesh['tp']}"  # unless the feature folds them
     cfg = load(None, [*SMALL, cut, *FEATURES[feature], *given, *overrides])
@@ -281,7 +291,20 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     trainer.init()
     if cfg.lora.rank:
         fill_adapters(trainer)
+    if feature == "distillation":
+        trainer.role_fields = teacher_fields(trainer)
     return trainer
+
+
+@functools.cache
+def random_teacher() -> str:
+    """The folder of a run, the teacher that the row "distillation" learns from."""
+    folder = tempfile.mkdtemp(prefix="mjax-prove-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    trainer = make_trainer("dense", Cell(), *TEACHER, f"run.dir={folder}")
+    trainer.save()
+    trainer.store.wait()
+    return folder
 
 
 def fill_adapters(trainer: Trainer) -> None:

@@ -346,6 +346,10 @@ FEATURES["rewards"] = [
     "model.num_labels=1",
     "reward.center_rewards_coefficient=0.1",
 ]
+# From a wider model with random weights (`random_teacher`).
+FEATURES["distillation"] = ["train.objective=distill", "distill.hidden_layers={0: 1, 2: 2}"]
+FEATURES["distillation"] += ["distill.beta=0.3", "distill.hidden_losses={cosine: 1.0, mse: 0.5}"]
+FEATURES["distillation"] += ["distill.temperature=1.5", "distill.label_weight=0.25"]
 # Features in words, for the page.
 NAMES = {
     "dense": "a Llama-like model with grouped heads",
@@ -394,6 +398,7 @@ NAMES = {
     "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
     "preferences": "DPO and IPO of packed pairs, with a term for chosen answers",
     "rewards": "a reward model of packed pairs, centered",
+    "distillation": "distillation from a wider teacher, layers' outputs too; no pipelines",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
@@ -433,5 +438,8 @@ NO_RING = (
     "modernbert",
 )
 MOST_TP = {"odd widths": 2}
+MOST_PP = {"distillation": 1}  # the teacher's forward pass goes through no pipeline
+TEACHER = ["model.hidden_size=48", "model.num_hidden_layers=3", "run.seed=7"]
+TEACHER += ["model.attention.num_attention_heads=24", "model.attention.num_key_value_heads=24"]
 # Their towers have heads and lengths that 3 does not divide.
 NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo", "mimo, own mesh", "qwen-vl")

@@ -23,6 +23,7 @@ from mjax.interop.adapters_of_run import wide_adapters
 from mjax.kernels.nf4.parameters import as_weights
 from mjax.models.flops import flops_of_run
 from mjax.models.runtime.execution import Execution
+from mjax.objectives.objective import TeacherReader
 from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan import roofline
@@ -40,7 +41,7 @@ from mjax.plan.chips import chip_of_kind
 from mjax.plan.execution import count_micro_batches, execution_lines
 from mjax.plan.hlo_collectives import exchange_lines, read_exchanges
 from mjax.plan.kernel_lines import kernel_lines
-from mjax.plan.memory import bytes_per_device, held_layers
+from mjax.plan.memory import bytes_per_device, held_layers, teacher_bytes
 from mjax.run.monitor import metrics
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
@@ -121,6 +122,9 @@ def plan_lines(trainer: Trainer) -> list[str]:
         key = "lora" if cfg.lora.rank else "train.freeze"
         lines.append(f"frozen      {count_frozen(weights):,} of them, by {key}")
     lines += wide_adapters(trainer.specs)
+    if isinstance(trainer.objective, TeacherReader):
+        size = teacher_bytes(cfg, sizes, trainer.objective) / 1e9
+        lines.append(f"teacher     {size:.3f} GB a device, which the compiled step does not count")
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)

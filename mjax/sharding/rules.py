@@ -42,6 +42,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "sound_tokens": ("cp",),
     "mels": (),  # of a sound's token
     "teacher_top": (),  # of its likeliest tokens
+    "teacher_layers": (),  # whose outputs a student learns from
     "teacher_width": (),  # of a teacher's activations
     # parameters
     "vocab": ("tp",),

@@ -36,6 +36,7 @@ from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, wit
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
+from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.processes.agreement import on_process_0
 from mjax.sharding.spec import frozen_only, trained_only
@@ -229,6 +230,7 @@ class Checkpoints:
         storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]
         wanted = canonical_abstract(storage, stored)
+        of_objective = wanted.pop(OWN_WEIGHTS, None)
         of_model = outside_nf4(without_adapters(wanted), self.layout.specs)
         params, lines = None, []
         in_nf4: dict = {}
@@ -240,6 +242,7 @@ class Checkpoints:
             loaded = arrays(found.source, of_model)
             if found.shared != found.wanted:
                 drawn = params or without_adapters(canonical(storage, self.layout.draw()))
+                drawn.pop(OWN_WEIGHTS, None)
                 others = outside_nf4(drawn, self.layout.specs)
                 loaded = found.complete(loaded, others)
             params = loaded
@@ -252,6 +255,9 @@ class Checkpoints:
                 params = with_adapters(params, taken, wanted, self.layout.specs, cfg)
             else:
                 stored = without_adapters(stored)
+        if of_objective is not None:
+            shardings = jax.tree.map(lambda a: a.sharding, {OWN_WEIGHTS: of_objective})
+            params |= jax.jit(self.layout.own_params, out_shardings=shardings)()
         return from_canonical(storage, params, stored), "\n".join(lines)
 
     def given_adapters(self) -> dict[tuple[str, ...], np.ndarray]:

@@ -18,6 +18,7 @@ from mjax.interop.adapters_of_run import joined_trees, start_adapters
 from mjax.kernels.nf4.parameters import round_base
 from mjax.models import build, split
 from mjax.models.runtime.buffers import Buffer, buffers_of
+from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout
@@ -32,6 +33,8 @@ from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 from mjax.train.loss_scale import LossScaler, LossScaleState, loss_scaler
+
+OWN_SALT = 3 << 24  # of the draws of an objective's weights
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class StateLayout:
         if self.cfg.lora.rank:
             params = round_base(params, self.specs, self.cfg.precision.compute)
             params = joined_trees(params, self.start_adapters(params))
+        params |= self.own_params()
         stored = to_storage(self.storage, params)
 
         def cast(spec: ParamSpec, a: jax.Array) -> jax.Array:
@@ -66,6 +70,20 @@ class StateLayout:
             return a.astype(dtype)
 
         return jax.tree.map(cast, self.placement.specs, stored, is_leaf=is_spec)
+
+    def own_params(self) -> dict:
+        """The weights of the objective, drawn from run.seed; to be traced.
+
+        Each is normal with deviation 1/sqrt(inputs), so what it maps keeps its size.
+        """
+        own = self.specs.get(OWN_WEIGHTS, {})
+        key = jax.random.fold_in(jax.random.key(self.cfg.run.seed), OWN_SALT)
+        drawn = {}
+        for number, name in enumerate(sorted(own)):
+            shape = own[name].shape
+            values = jax.random.normal(jax.random.fold_in(key, number), shape)
+            drawn[name] = values * shape[0] ** -0.5
+        return {OWN_WEIGHTS: drawn} if drawn else {}
 
     def start_adapters(self, base: dict) -> dict:
         """Adapters drawn from run.seed beside canonical parameters; to be traced."""

@@ -24,7 +24,7 @@ from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
-from mjax.objectives.objective import OwnAxes, objective_of
+from mjax.objectives.objective import OwnAxes, objective_of, own_specs
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -68,10 +68,10 @@ class Trainer:
             self.definition = with_specs(self.definition, adapted)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
         specs = with_whole_towers(specs, cfg)
-        self.specs = freeze(specs, cfg.train.freeze)
+        self.objective = objective_of(cfg)
+        self.specs = freeze(specs, cfg.train.freeze) | own_specs(self.objective)
         multiplied = patterns_of(cfg.optimizer.lr_multipliers)
         require_named("optimizer.lr_multipliers", multiplied, specs)
-        self.objective = objective_of(cfg)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten().tolist()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)

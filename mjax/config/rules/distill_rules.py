@@ -19,4 +19,19 @@ def teachers_have_no_pipeline(c: Config) -> Iterator[str]:
         yield "`mesh.pp`: the teacher of a step needs `distill.stored`"
 
 
+@rule("leave distill.hidden_layers out, or train with distill.teacher and without lora.rank")
+def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
+    if not c.distill.hidden_layers or c.train.objective != "distill":
+        return
+    if c.distill.stored is not None:
+        yield "`distill.hidden_layers`: `distill.stored` has no outputs of layers"
+    if c.lora.rank:
+        yield "`distill.hidden_layers` is not built with `lora.rank`"
+    if not c.distill.hidden_losses:
+        yield "`distill.hidden_layers` has no loss: `distill.hidden_losses` is empty"
+    if max(c.distill.hidden_layers) >= c.model.num_hidden_layers:
+        last = c.model.num_hidden_layers - 1
+        yield f"`distill.hidden_layers` names a layer of the student, whose last is {last}"
+
+
 DISTILL_RULES = rules_of(globals())

@@ -246,7 +246,10 @@ NEEDS = (
         "loss_divisor reference_free reference precompute_ref_log_probs",
         "preference",
     ),
-    _objective("distill: teacher stored beta temperature label_weight", "distill"),
+    _objective(
+        "distill: teacher stored beta temperature label_weight hidden_layers hidden_losses",
+        "distill",
+    ),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),
     _objective(
         "reinforce: environment environment_args eval_environment_args workers reward_timeout "

@@ -1,11 +1,12 @@
 """The keys of training on preferences, of reward models and of distillation."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
+from mjax.config.schema.sizes import StepKey
 
 PairLoss = Literal[
     "sigmoid",
@@ -84,6 +85,9 @@ class PreferenceConfig(Group):
         return self.needs_reference and not self.precompute_ref_log_probs
 
 
+HiddenLoss = Literal["cosine", "mse"]
+
+
 class RewardConfig(Group):
     """The loss of a reward model (docs/train/preferences.md)."""
 
@@ -110,5 +114,9 @@ class DistillConfig(Group):
     """
     temperature: float = Field(1.0, gt=0)
     """Temperature of both distributions; the divergence is multiplied by its square."""
+    hidden_layers: dict[StepKey, StepKey] = {}
+    """Layers whose outputs the student learns from the teacher's, {its layer: the teacher's}."""
+    hidden_losses: dict[HiddenLoss, Annotated[float, Field(gt=0)]] = {"cosine": 1.0}
+    """The weight of each loss of `hidden_layers`: cosine (1 - cosine), mse (mean square error)."""
     label_weight: float = Field(0.0, ge=0, lt=1)
     """Share of the cross-entropy of labels in the loss; the divergence has the rest."""

@@ -86,11 +86,13 @@ class Probe:
 
     layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/base/activation_statistics.py`).
+    outputs: the numbers of the layers whose outputs are kept (`models/runtime/layer_outputs.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`infer/trace.py`).
     """
 
     layers: tuple[int, int] | None = None
+    outputs: tuple[int, ...] = ()
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
 

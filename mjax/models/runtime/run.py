@@ -20,6 +20,7 @@ from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
+from mjax.models.runtime.layer_outputs import no_outputs, with_output
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
 
@@ -107,7 +108,9 @@ class Layers:
         if self.ctx.probe.layers is not None:
             statistics |= nothing_seen(*self.ctx.probe.layers)
         ready = jnp.float32(0) if self.execution.overlap else None
-        carry = LayerCarry(*split_loads(x, statistics), ready)
+        x, statistics = split_loads(x, statistics)
+        statistics |= no_outputs(x, self.ctx.probe.outputs)
+        carry = LayerCarry(x, statistics, ready)
         if not self.execution.loops:
             carry, caches = self._run_list(weights, carry, inputs, numbers, choices, caches)
         else:
@@ -201,6 +204,7 @@ class Layers:
             cache=call.cache,
         )
         statistics = _add_found(carry.statistics, output.statistics)
+        statistics = with_output(statistics, output.y, call.number, self.ctx.probe.outputs)
         if self.ctx.probe.layers is not None:
             seen = see_activations(output.y, kind, call.number, self.ctx.probe.layers[0])
             statistics = _add_found(statistics, seen)

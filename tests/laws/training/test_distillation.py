@@ -10,12 +10,16 @@ from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
+from mjax.data.base.tokenizer import train_tokenizer
 from mjax.errors import UserError
+from mjax.infer.trace import trace
 from mjax.interop.pretrained import from_pretrained
+from mjax.interop.sources import source_of
 from mjax.models import build, split
-from mjax.post.roles import RoleFields
+from mjax.objectives.objective import OWN_WEIGHTS
+from mjax.plan.memory import bytes_per_device, teacher_bytes
 from mjax.post.stored_teacher import TeacherStore
-from mjax.post.teacher import distillation_batches, teacher_field, teacher_of, write_teacher
+from mjax.post.teacher import distillation_batches, teacher_fields, teacher_of, write_teacher
 from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
@@ -48,7 +52,7 @@ def teacher(tmp_path_factory):
 def student(teacher, cell: Cell, *keys: str, feature: str = "dense"):
     given = ["train.objective=distill", f"distill.teacher={teacher}", "train.loss_chunk=12"]
     trainer = make_trainer(feature, cell, LAYERS, *given, *keys)
-    trainer.role_fields = RoleFields((teacher_field(teacher_of(trainer)),))
+    trainer.role_fields = teacher_fields(trainer)
     return trainer
 
 
@@ -105,10 +109,81 @@ def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
     one = make_trainer("dense", Cell(rows=8), LAYERS)
     source = array_source(one.cfg.model, one.params())
     write_weights(tmp_path / "same", source, one.definition.specs)
+    hidden = "distill.hidden_layers={0: 0, 1: 1}", "distill.hidden_losses={cosine: 1, mse: 1}"
     for beta in (0, 0.5, 1):
-        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), f"distill.beta={beta}")
+        keys = f"distill.beta={beta}", *hidden
+        trainer = student(tmp_path / "same", Cell({"tp": 2}, rows=8), *keys)
+        assert OWN_WEIGHTS not in trainer.params()
         found = trainer.run_program(GRADIENTS, make_batch(8))
         assert abs(found.losses["divergence"]) < 1e-6 and found.norm < 1e-4
+        assert abs(found.losses["hidden"]) < 1e-6
+
+
+HIDDEN = "distill.hidden_layers={0: 1, 1: 2}"
+ON_MESHES = [
+    Cell({"tp": 2, "dp": 2}, 1, 2, rows=8),
+    Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, rows=8),
+    Cell({"cp": 2, "dp": 2}, 2, 2, rows=8),
+    Cell({"ep": 4, "tp": 2}, 3, 2, rows=8),
+]
+
+
+@pytest.mark.parametrize("cell", quick(ON_MESHES, 0), ids=str)
+def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell):
+    """Outputs of both models by `trace`; the matrices between them have gradients, too."""
+    keys = [HIDDEN, "distill.hidden_losses={cosine: 0.5, mse: 2.0}"]
+    batch = make_batch(8)
+    batch |= {"segment_ids": np.ones((8, 16), np.int32)}  # `trace` does not pack
+    batch |= {"positions": np.tile(np.arange(16, dtype=np.int32), (8, 1))}
+    found = student(teacher, cell, *keys)
+    ours = jax.device_get(found.run_program(GRADIENTS, batch))
+    plain = student(teacher, Cell(rows=8)).run_program(GRADIENTS, batch)
+    one = student(teacher, Cell(rows=8), *keys)
+    params, tokens, mask = one.params(), batch["tokens"], batch["loss_mask"]
+    assert {a.shape for a in params[OWN_WEIGHTS].values()} == {(32, 48)}
+    _, wanted = trace(from_pretrained(teacher).model, tokens, keep=["layers.1", "layers.2"])
+
+    def hidden(params):
+        _, seen = trace(one.definition.bind(params), tokens, keep=["layers.0", "layers.1"])
+        total = 0
+        for layer, of_teacher in (0, 1), (1, 2):
+            x = seen[f"layers.{layer}"] @ params[OWN_WEIGHTS][f"layer_{layer}"]
+            y = wanted[f"layers.{of_teacher}"]
+            lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+            total += 0.5 * (1 - (x * y).sum(-1) / lengths) + 2 * ((x - y) ** 2).mean(-1)
+        return (total / 2 * mask).sum() / mask.sum()
+
+    expected, gradients = jax.jit(jax.value_and_grad(hidden))(params)
+    own = gradients.pop(OWN_WEIGHTS)
+    rest = jax.tree.map(jnp.add, gradients, plain.gradients)
+    assert deviation(ours.losses["hidden"], expected) <= 1e-5
+    assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
+
+
+@slow
+def test_matrices_between_layers_are_saved_and_not_exported(teacher, tmp_path):
+    """A run goes on with them at another mesh, and a student of its weights has none."""
+    keys = [HIDDEN, f"run.dir={tmp_path}", "checkpoint.async_save=false"]
+    first = student(teacher, Cell({"dp": 2}, 1, 1, rows=8), *keys)
+    for _ in range(2):  # the first step's rate is 0
+        first.step(make_batch(8))
+    first.save()
+    first.store.wait()
+    again = student(teacher, Cell({"tp": 2}, rows=8), *keys)
+    again.restore()
+    saved = first.params()
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params(), saved))
+    exported = from_pretrained(tmp_path).params
+    assert OWN_WEIGHTS in saved and OWN_WEIGHTS not in exported
+    start = again.checkpoints.load_weights(source_of(tmp_path))[0]
+    assert not np.array_equal(start[OWN_WEIGHTS]["layer_0"], saved[OWN_WEIGHTS]["layer_0"])
+
+
+def test_layers_that_are_not_there_are_refused(teacher):
+    with pytest.raises(UserError, match="layer 7 of the teacher, whose last is 2"):
+        student(teacher, Cell(rows=8), "distill.hidden_layers={0: 7}")
+    with pytest.raises(UserError, match="a layer of the student, whose last is 1"):
+        student(teacher, Cell(rows=8), "distill.hidden_layers={2: 1}")
 
 
 def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
@@ -147,6 +222,55 @@ def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(t
     with pytest.raises(UserError, match="written with temperature=1.0, and this run has 2.0"):
         load_objective = [*keys, "mesh.dp=1", f"distill.stored={store}", "distill.temperature=2.0"]
         Trainer(load(None, load_objective), devices=jax.devices()[:1])
+
+
+@slow
+def test_a_teacher_s_vocabulary_may_go_on_where_the_student_s_ends(tmp_path):
+    """The loss is that of the teacher's logits of the tokens that both have, on two devices."""
+    text = [" ".join(f"{word}{word}s" for word in ("tree", "leaf", "root", "bark"))]
+    sizes = {"few": 260, "more": 264}
+    files = {name: tmp_path / f"{name}.json" for name in sizes}
+    for name, size in sizes.items():
+        assert train_tokenizer(text, size, files[name]).vocab_size == size
+    model = TEACHER.model_copy(update={"vocab_size": 300, "vocab_multiple": 2})
+    definition, params = split(build(model, nnx.Rngs(3)))
+    extras = {"tokenizer.json": files["more"].read_bytes()}
+    folder = tmp_path / "teacher"
+    write_weights(folder, array_source(model, params), definition.specs, extras=extras)
+    keys = ["model.vocab_size=270", f"data.tokenizer={files['few']}"]
+    sums, counts = student(folder, Cell({"tp": 2}, rows=8), *keys).run_program(
+        LOSSES, batch := make_batch(8)
+    )
+    one = make_trainer("dense", Cell(rows=8), LAYERS, "model.vocab_size=270")
+    inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
+    log_p = jax.nn.log_softmax(from_pretrained(folder).model(*inputs)[..., :270])
+    log_q = jax.nn.log_softmax(one.definition.bind(one.params())(*inputs))
+    divergence = (jnp.exp(log_p) * (log_p - log_q)).sum(-1) * batch["loss_mask"]
+    np.testing.assert_allclose(sums["loss"], divergence.sum(), rtol=1e-5)
+    train_tokenizer(["zz yy xx ww zz yy xx ww"], 260, files["few"])
+    other = tmp_path / "other.json"
+    files["few"].rename(other)
+    with pytest.raises(UserError, match=r"token 257 is '.*' in .*other.json and '.*' in the"):
+        student(folder, Cell(rows=8), keys[0], f"data.tokenizer={other}")
+    with pytest.raises(UserError, match="data.tokenizer is not set to the student's, so tokens"):
+        student(folder, Cell(rows=8), keys[0])
+
+
+def test_the_estimate_of_memory_counts_the_teacher_s_shards_and_fields(teacher):
+    trainer = student(teacher, Cell({"dp": 2, "tp": 2}, 1, 1, rows=8), HIDDEN)
+    placed = trainer.place(make_batch(8))
+
+    def here(*arrays) -> int:
+        shards = [array.addressable_shards[0].data for array in arrays]
+        return sum(shard.nbytes for shard in shards)
+
+    held = here(*jax.tree.leaves(teacher_of(trainer).weights()["params"]))
+    fields = 2 * here(placed["teacher_hidden"], placed["teacher_layers"])
+    real = held + fields + here(placed["teacher_head"])
+    found = teacher_bytes(trainer.cfg, dict(trainer.mesh.shape), trainer.objective)
+    assert found == pytest.approx(real, rel=0.01)
+    need = bytes_per_device(trainer.cfg, trainer.cfg.mesh, 4, trainer.specs)
+    assert need["teacher"] == found
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(teacher):

@@ -687,6 +687,10 @@ BROKEN = {
         [*DISTILL, "mesh.pp=2"],
         "mesh.pp=2: the teacher of a step needs distill.stored=None",
     ),
+    "outputs_of_layers_are_computed": (
+        [*DISTILL, "distill.stored=folder", "distill.hidden_layers={0: 1}"],
+        "distill.hidden_layers={0: 1}: distill.stored='folder' has no outputs of layers",
+    ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],
         "optimizer.muon_steps=4 has no effect with optimizer.name='adamw', only with muon",
