@@ -39,9 +39,19 @@ from mjax.infer.records import (
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.weights import fit_twice, form_of, memory_of, mesh_of, require_weights, take_apart
+from mjax.infer.stages.layers_in_stages import stages_for
+from mjax.infer.weights import (
+    fit_twice,
+    form_of,
+    memory_of,
+    mesh_of,
+    put_in_stages,
+    require_weights,
+    take_apart,
+)
 from mjax.infer.whole_prompts import largest_inputs
 from mjax.models.base.params import Definition
+from mjax.sharding.mesh import parallel_of
 
 _SPARE_MEMORY = 0.03  # of memory that caches leave free
 Work = list[list[RowWork]]  # of each lane
@@ -102,7 +112,10 @@ class StepRunner:
         self.definition, self._cfg, self._limits = definition, cfg, limits
         self.dtype, self._drafts = jnp.dtype(dtype), drafts
         self._form = form_of(weight_dtype, definition.specs)
-        self.params = take_apart(definition.specs, params, self.dtype, donate, self._form)
+        mesh = mesh_of(params)
+        self._layout = None if mesh is None else stages_for(cfg, parallel_of(mesh).pp)
+        self._mesh = mesh
+        self.params: dict | None = self._placed(params, donate)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
@@ -113,8 +126,8 @@ class StepRunner:
         first = 2 if pages is None else pages
         more = cache_dtype == "fp8", drafts, snapshots, depths
         sizes = PoolSizes(first, limits.rows, width, *more)
-        of_model = definition, cfg, mesh_of(params), self.dtype
-        self.programs = EnginePrograms(*of_model, sizes, self._form)
+        of_model = definition, cfg, mesh, self.dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form, self._layout)
         if pages is None:
             self._fill_memory()
         self.records = Records(self.programs.lanes, limits.rows, record_dtype(sizes))
@@ -153,9 +166,15 @@ class StepRunner:
         """
         if self.has_weights and not fit_twice(self.params):
             self.params = None
-        apart = take_apart(self.definition.specs, params, self.dtype, donate, self._form)
-        self.params = jax.device_put(apart, self._places)
+        self.params = jax.device_put(self._placed(params, donate), self._places)
         self.version += 1
+
+    def _placed(self, params: dict, donate: bool) -> dict:
+        """Weights in the form of the programs."""
+        given = self.definition.specs, params, self.dtype
+        if self._layout is None:
+            return take_apart(*given, donate, self._form)
+        return put_in_stages(*given, self._mesh, self._layout, donate, self._form)
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""

@@ -1,0 +1,99 @@
+"""The weights of layers in stages: for each slot of a stage an array [pp, ...], one row a device.
+
+They come from stacks [L, ...] in any order and cut. Invariant: beside its own layers a device holds
+its part of one stack, and one layer of each stage.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mjax.kernels.fp8.channels import Channels8
+from mjax.pipeline.layout import Layout
+from mjax.sharding.collectives import mesh_axes
+from mjax.sharding.cpu_collective_order import in_program_order
+from mjax.sharding.mesh import on_shards, parallel_of
+
+
+def rows_of_slots(layout: Layout, stack: str) -> np.ndarray:
+    """int32 [slots of the stack, pp]: the row of the stack that each stage has; -1: none."""
+    return layout.storage_rows(stack).reshape(layout.pp, -1).T
+
+
+def row_of_each_stage(stack: jax.Array, rows: np.ndarray, cut: PartitionSpec) -> jax.Array:
+    """[L, ...] -> [pp, ...] in the partition `cut`, whose row s is row rows[s], zeros for -1."""
+    have = stack.sharding
+    held = mesh_axes(have.spec[:1]) == ("pp",)
+    each = len(stack) // len(rows)
+    at_home = held and all(row in (-1, row % each + each * s) for s, row in enumerate(rows))
+    return _moved(stack, jnp.asarray(rows, jnp.int32), have, cut, held, at_home)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _moved(
+    stack: jax.Array,
+    rows: jax.Array,
+    have: NamedSharding,
+    cut: PartitionSpec,
+    held: bool,
+    at_home: bool,
+) -> jax.Array:
+    """`row_of_each_stage`, by hand: the compiler of jax 0.11.2 does not survive doing it itself.
+
+    held: whether pp cuts the layers of the stack; at_home: in the order of stages.
+    """
+    parallel = parallel_of(have.mesh)
+    old = [*have.spec, *[None] * (stack.ndim - len(have.spec))]
+    new = [*cut, *[None] * (stack.ndim - len(cut))]
+    changed = [dim for dim in range(1, stack.ndim) if old[dim] != new[dim]]
+
+    def gathered(x: jax.Array, dims: list[int]) -> jax.Array:
+        for dim in dims:
+            x = parallel.all_gather(x, mesh_axes((old[dim],)), dim)
+        return x
+
+    def body(x: jax.Array, rows: jax.Array) -> jax.Array:
+        stage, each = parallel.index("pp"), len(x)
+        own = jnp.maximum(rows, 0)
+        if at_home:
+            mine = gathered(x[own[stage] - each * stage][None], changed)
+        elif held:
+            mine = jnp.zeros_like(x[:1])
+            for number in range(parallel.pp):
+                here = jnp.where(own[number] // each == stage, x[own[number] % each], 0)
+                there = parallel.psum(here, "pp").astype(x.dtype)
+                mine = jnp.where(stage == number, there, mine)
+            mine = gathered(mine, changed)
+        else:
+            of_all = gathered(gathered(x, [0])[own], changed)
+            mine = of_all[stage][None]
+        mine = jnp.where(rows[stage] < 0, jnp.zeros_like(mine), mine)
+        for dim in changed:
+            mine = parallel.shard(mine, mesh_axes((new[dim],)), dim)
+        return mine
+
+    if have.mesh.devices.flat[0].platform == "cpu":
+        body = in_program_order(body)
+    specs = PartitionSpec(*old), PartitionSpec()
+    return on_shards(body, have.mesh, specs, PartitionSpec(*new))(stack, rows)
+
+
+def own_layers(params: dict, layout: Layout | None) -> dict:
+    """A device's part of weights, of layers without the axis of stages."""
+    if layout is None:
+        return params
+
+    def own(weight: jax.Array | Channels8) -> Any:
+        one = jax.tree.map(lambda x: x[0], weight)
+        if isinstance(one, Channels8):  # to which the axis is one more of matrices
+            one = Channels8(one.values, one.scales, one.inputs, one.lead - 1)
+        return one
+
+    def of_stack(weights: dict) -> dict:
+        return jax.tree.map(own, weights, is_leaf=lambda x: isinstance(x, Channels8))
+
+    return {name: of_stack(w) if name in layout.stacks else w for name, w in params.items()}
