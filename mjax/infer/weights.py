@@ -16,7 +16,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
-from mjax.infer.stages.weights_in_stages import row_of_each_stage, rows_of_slots
+from mjax.infer.stages.weights_in_stages import (
+    Move,
+    move_to_stages,
+    row_of_each_stage,
+    rows_of_slots,
+)
 from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.nf4.parameters import codes_of
 from mjax.pipeline.layout import Layout
@@ -99,10 +104,11 @@ def put_in_stages(
         if getattr(given.sharding, "mesh", None) != mesh:
             given = jax.device_put(given, sharded_by_stages(spec, mesh))
         wanted, made = spec.dtype(dtype), []
-        one = jax.jit(_converted, static_argnums=(1, 2, 3, 4), out_shardings=where)
+        move = move_to_stages(given, rows, cut)
+        one = jax.jit(_of_stages, static_argnums=(2, 3, 4, 5), out_shardings=where)
         for of_slot in rows:
-            moved = row_of_each_stage(given, of_slot, cut)
-            made.append(jax.block_until_ready(one(moved, None, declared, wanted, rounding)))
+            row = one(given, of_slot, move, declared, wanted, rounding)
+            made.append(jax.block_until_ready(row))
         if donate:
             stack.delete()
         return made
@@ -205,6 +211,18 @@ def _converted(
         given = lax.dynamic_index_in_dim(given, row, keepdims=False)
     value = given.astype(dtype)
     return value if form is None else form.rounded(value, spec.inputs, spec.lead)
+
+
+def _of_stages(
+    stack: jax.Array,
+    rows: np.ndarray,
+    move: Move,
+    spec: ParamSpec,
+    dtype: jnp.dtype,
+    form: Form | None,
+) -> jax.Array | Channels8:
+    """A slot's parameter in all stages, as it is wanted."""
+    return _converted(row_of_each_stage(stack, rows, move), None, spec, dtype, form)
 
 
 def _layer_spec(spec: ParamSpec) -> ParamSpec:

@@ -4,8 +4,7 @@ They come from stacks [L, ...] in any order and cut. Invariant: beside its own l
 its part of one stack, and one layer of each stage.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +23,34 @@ def rows_of_slots(layout: Layout, stack: str) -> np.ndarray:
     return layout.storage_rows(stack).reshape(layout.pp, -1).T
 
 
-def row_of_each_stage(stack: jax.Array, rows: np.ndarray, cut: PartitionSpec) -> jax.Array:
-    """[L, ...] -> [pp, ...] in the partition `cut`, whose row s is row rows[s], zeros for -1."""
-    have = stack.sharding
-    held = mesh_axes(have.spec[:1]) == ("pp",)
-    each = len(stack) // len(rows)
-    at_home = held and all(row in (-1, row % each + each * s) for s, row in enumerate(rows))
-    return _moved(stack, jnp.asarray(rows, jnp.int32), have, cut, held, at_home)
+class Move(NamedTuple):
+    """How rows of a stack [L, ...] come to stages.
 
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _moved(
-    stack: jax.Array,
-    rows: jax.Array,
-    have: NamedSharding,
-    cut: PartitionSpec,
-    held: bool,
-    at_home: bool,
-) -> jax.Array:
-    """`row_of_each_stage`, by hand: the compiler of jax 0.11.2 does not survive doing it itself.
-
-    held: whether pp cuts the layers of the stack; at_home: in the order of stages.
+    have, cut: partitions of the stack, and of rows [pp, ...] in the order of stages.
+    held: whether pp cuts the layers of the stack. at_home: and each is where it belongs.
     """
+
+    have: NamedSharding
+    cut: PartitionSpec
+    held: bool
+    at_home: bool
+
+
+def move_to_stages(stack: jax.Array, rows: np.ndarray, cut: PartitionSpec) -> Move:
+    """The move of a stack of which slots get these rows (`rows_of_slots`)."""
+    have, each = stack.sharding, len(stack) // rows.shape[1]
+    held = mesh_axes(have.spec[:1]) == ("pp",)
+    stages = np.arange(rows.shape[1])
+    at_home = held and bool(np.all((rows < 0) | (rows // max(each, 1) == stages)))
+    return Move(have, cut, held, at_home)
+
+
+def row_of_each_stage(stack: jax.Array, rows: jax.Array, move: Move) -> jax.Array:
+    """[L, ...] -> [pp, ...], whose row s is row rows[s] of the stack, zeros for -1.
+
+    It is done by hand, as the compiler of jax 0.11.2 does not survive doing it by itself.
+    """
+    have, cut, held, at_home = move
     parallel = parallel_of(have.mesh)
     old = [*have.spec, *[None] * (stack.ndim - len(have.spec))]
     new = [*cut, *[None] * (stack.ndim - len(cut))]
