@@ -15,6 +15,7 @@ from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
+from mjax.infer.checks import check_stages
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
@@ -34,6 +35,8 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 class LLM:
     """A model ready to continue texts. `engine` takes requests one by one. Its options:
 
+    tensor_parallel_size: devices that share each layer.
+    pipeline_parallel_size: stages that share the layers, of so many devices each.
     tokenizer: default: the model's own; None is found: prompts are ids and texts empty.
     dtype: default: bfloat16, on a CPU float32.
     max_model_len: tokens of the longest text; default: the model's.
@@ -56,6 +59,7 @@ class LLM:
         *,
         tokenizer: str | None = None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -75,10 +79,14 @@ class LLM:
         Raises `UserError` for what cannot be loaded or served.
         """
         keep_compiled_programs()
-        option = f"tensor_parallel_size={tensor_parallel_size}"
-        mesh = tensor_parallel_mesh(tensor_parallel_size, option)
+        option, stages = f"tensor_parallel_size={tensor_parallel_size}", pipeline_parallel_size
+        if stages != 1:
+            option += f" and pipeline_parallel_size={stages}"
+        mesh = tensor_parallel_mesh(tensor_parallel_size, option, stages)
+        if stages > 1:
+            check_stages(bool(adapters) or max_loras is not None, 0)
         dtype = dtype or usual_dtype()
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=True)
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=stages == 1)
         folders = [*(adapters or {}).values()]
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
         if self.slots is not None:

@@ -17,6 +17,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.checks import check_stages
 from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
 from mjax.infer.records import (
     Launched,
@@ -50,6 +51,7 @@ from mjax.infer.weights import (
     take_apart,
 )
 from mjax.infer.whole_prompts import largest_inputs
+from mjax.models.base.adapted import has_slots
 from mjax.models.base.params import Definition
 from mjax.sharding.mesh import parallel_of
 
@@ -115,6 +117,8 @@ class StepRunner:
         mesh = mesh_of(params)
         self._layout = None if mesh is None else stages_for(cfg, parallel_of(mesh).pp)
         self._mesh = mesh
+        if self._layout is not None:
+            check_stages(has_slots(definition.specs), depths)
         self.params: dict | None = self._placed(params, donate)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
