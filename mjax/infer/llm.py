@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mjax.checkpoint.base.companion_files import end_ids, tokenizer_of
 from mjax.data.base.chat import load_chat_template
@@ -79,15 +80,11 @@ class LLM:
         Raises `UserError` for what cannot be loaded or served.
         """
         keep_compiled_programs()
-        option, stages = f"tensor_parallel_size={tensor_parallel_size}", pipeline_parallel_size
-        if stages != 1:
-            option += f" and pipeline_parallel_size={stages}"
-        mesh = tensor_parallel_mesh(tensor_parallel_size, option, stages)
-        if stages > 1:
-            check_stages(bool(adapters) or max_loras is not None, 0)
-        dtype = dtype or usual_dtype()
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=stages == 1)
-        folders = [*(adapters or {}).values()]
+        dtype, folders = dtype or usual_dtype(), [*(adapters or {}).values()]
+        has_adapters = bool(folders) or max_loras is not None
+        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, has_adapters)
+        in_stages = pipeline_parallel_size > 1
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=not in_stages)
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
         if self.slots is not None:
             loaded = with_slots_filled(loaded, self.slots, folders)
@@ -194,6 +191,15 @@ class LLM:
                 return self.engine.add(ids, params, text=text)
             except QueueFull:
                 self.engine.step()
+
+
+def _serving_mesh(devices: int, stages: int, has_adapters: bool) -> Mesh | None:
+    """The mesh of an engine. Raises `UserError` where there is none of these sizes."""
+    option = f"tensor_parallel_size={devices}"
+    if stages != 1:
+        option += f" and pipeline_parallel_size={stages}"
+        check_stages(has_adapters, 0)
+    return tensor_parallel_mesh(devices, option, stages)
 
 
 def _several(prompts: Prompts) -> Sequence[Any]:

@@ -340,12 +340,14 @@ class EnginePrograms:
         row = fields_of_records(records, record_dtype(self.sizes))
         ids = self._ids(last, tokens, row)
         info = self._info(row, ids.shape, None if tokens.ids is not None else ids.shape[1])
-        ctx, new = self._context(), info.new
+        ctx, new, scores = self._context(), info.new, None
         x, _, caches = model.extend(ids, info, ctx, caches, tokens.inputs or {})
-        x, scores = x.reshape(-1, x.shape[-1]), None
+        x = x.reshape(-1, x.shape[-1])
         if tokens.labels is not None:
             scores = self._for_host(self._scores(model, x, tokens.labels.reshape(-1)))
-        of_rows = x[last_places(new)] if new.each is None else x
+        of_rows = x
+        if new.each is None:
+            of_rows = x[last_places(new)]
         logits = model.logits(of_rows, self.parallel)
         activations = StepActivations(x, ids) if self.sizes.depths else None
         return caches, LayerOutputs(logits, scores, activations)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
 from mjax.infer.stages.weights_in_stages import (
-    Move,
+    StackMove,
     move_to_stages,
     row_of_each_stage,
     rows_of_slots,
@@ -216,7 +216,7 @@ def _converted(
 def _of_stages(
     stack: jax.Array,
     rows: np.ndarray,
-    move: Move,
+    move: StackMove,
     spec: ParamSpec,
     dtype: jnp.dtype,
     form: Form | None,

@@ -43,7 +43,7 @@ from mjax.sharding.collectives import Parallel
 # A part has at least so many rows or tokens. Below, the weights that each part reads anew cost more
 # than stages gain that work side by side.
 LEAST_ROWS, LEAST_TOKENS = 64, 256
-_OF_TOKENS = "positions", "segments", "adapters", "axes"  # fields of `Tokens`, [B, S, ..]
+_CUT_FIELDS = "positions", "segments", "adapters", "axes"  # fields of `Tokens`, [B, S, ..]
 
 
 def stages_for(cfg: ModelConfig, pp: int) -> Layout | None:
@@ -84,7 +84,7 @@ class Stages:
             came, caches = carry
             number = time - stage
             is_idle = (number < 0) | (number >= count)
-            part = Part(jnp.clip(number, 0, count - 1), count)
+            part = StepPart(jnp.clip(number, 0, count - 1), count)
             tokens = without_rows(part.of(info), is_idle, self.no_row)
             entered = jax.tree.map(
                 functools.partial(jnp.where, stage == 0), part.cut(x, info), came
@@ -93,7 +93,7 @@ class Stages:
             y, _, caches = layers.run(weights, entered, inputs, caches=caches, **of_stage)
             return (_handed_on(y, parallel), caches), y
 
-        start = jax.tree.map(jnp.zeros_like, Part(0, count).cut(x, info))
+        start = jax.tree.map(jnp.zeros_like, StepPart(0, count).cut(x, info))
         ticks = jnp.arange(count + last, dtype=jnp.int32)
         (_, caches), made = lax.scan(tick, (start, caches), ticks)
 
@@ -110,16 +110,17 @@ class Stages:
         blocks, weights = {}, {}
         for name in self.layout.stacks:
             blocks[name], weights[name] = split(getattr(model, name))
-        plans, rows = [], dict.fromkeys(self.layout.stacks, 0)
-        for stack, kinds in zip(self.layout.slots.stacks, self.layout.slot_kinds(), strict=True):
-            plans.append(LayerPlan(kinds, stack, rows[stack]))
-            rows[stack] += 1
-        table = self.layout.table()[:, 0]  # of layers, [pp, slots]; -1: none
-        named = np.asarray([*self.layout.kinds, EMPTY])[table]
-        columns = zip(plans, named.T, strict=True)
-        choices = np.stack([np.searchsorted(plan.kinds, own) for plan, own in columns], 1)
-        tables = {"numbers": np.maximum(table, 0), "choices": choices}
-        of_stage = {name: jnp.asarray(t, jnp.int32)[stage] for name, t in tables.items()}
+        stacks, table = self.layout.slots.stacks, self.layout.table()[:, 0]
+        named = np.asarray([*self.layout.kinds, EMPTY])[table]  # -1: none
+        plans, choices = [], []
+        for slot, kinds in enumerate(self.layout.slot_kinds()):
+            row = stacks[:slot].count(stacks[slot])
+            plans.append(LayerPlan(kinds, stacks[slot], row))
+            choices.append(np.searchsorted(kinds, named[:, slot]))
+        of_stage = {
+            "numbers": jnp.asarray(np.maximum(table, 0), jnp.int32)[stage],
+            "choices": jnp.asarray(np.stack(choices, 1), jnp.int32)[stage],
+        }
         execution = Execution(tuple(plans), unroll=0)
         layers = StageLayers(blocks, execution, ctx, no_row=self.no_row)
         return layers, weights, of_stage
@@ -158,7 +159,7 @@ class StageLayers(Layers):
 
 
 def _handed_on(y: Activation, parallel: Parallel) -> Activation:
-    """What the stage before has made; the first stage gets the last one's."""
+    """The output of the stage before; the first stage gets the last one's."""
     ring = [(i, (i + 1) % parallel.pp) for i in range(parallel.pp)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, "pp", ring), y)
 
@@ -178,7 +179,7 @@ def number_of_parts(new: PagedTokens, pp: int) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Part `number` of `count` equal ones: of the rows of decoding, or of the tokens of prefill."""
 
     number: jax.Array | int
@@ -213,11 +214,20 @@ class Part:
 
     def _of_rows(self, new: PagedTokens) -> PagedTokens:
         """Rows of decoding, which all have equally many tokens."""
-        take, rows = self._take, new.rows
-        count = len(rows.lengths) // self.count
-        rows = PagedRows(take(rows.tables), take(rows.lengths), rows.starts[: count + 1])
-        of_tokens = take(new.slots), take(new.pages), take(new.places)
-        return PagedTokens(rows, *of_tokens, None, new.each)
+        count = len(new.slots) // self.count
+        rows = PagedRows(
+            self._take(new.rows.tables),
+            self._take(new.rows.lengths),
+            new.rows.starts[: count + 1],
+        )
+        return PagedTokens(
+            rows,
+            self._take(new.slots),
+            self._take(new.pages),
+            self._take(new.places),
+            None,
+            new.each,
+        )
 
     def _of_tokens(self, new: PagedTokens) -> PagedTokens:
         """Tokens of prefill: rows have as many as they have here, and those before."""

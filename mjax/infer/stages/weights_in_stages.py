@@ -23,7 +23,7 @@ def rows_of_slots(layout: Layout, stack: str) -> np.ndarray:
     return layout.storage_rows(stack).reshape(layout.pp, -1).T
 
 
-class Move(NamedTuple):
+class StackMove(NamedTuple):
     """How rows of a stack [L, ...] come to stages.
 
     have, cut: partitions of the stack, and of rows [pp, ...] in the order of stages.
@@ -36,16 +36,18 @@ class Move(NamedTuple):
     at_home: bool
 
 
-def move_to_stages(stack: jax.Array, rows: np.ndarray, cut: PartitionSpec) -> Move:
+def move_to_stages(stack: jax.Array, rows: np.ndarray, cut: PartitionSpec) -> StackMove:
     """The move of a stack of which slots get these rows (`rows_of_slots`)."""
-    have, each = stack.sharding, len(stack) // rows.shape[1]
-    held = mesh_axes(have.spec[:1]) == ("pp",)
-    stages = np.arange(rows.shape[1])
-    at_home = held and bool(np.all((rows < 0) | (rows // max(each, 1) == stages)))
-    return Move(have, cut, held, at_home)
+    pp = rows.shape[1]
+    held = mesh_axes(stack.sharding.spec[:1]) == ("pp",)
+    at_home = False
+    if held:
+        homes = rows // (len(stack) // pp)
+        at_home = bool(np.all((rows < 0) | (homes == np.arange(pp))))
+    return StackMove(stack.sharding, cut, held, at_home)
 
 
-def row_of_each_stage(stack: jax.Array, rows: jax.Array, move: Move) -> jax.Array:
+def row_of_each_stage(stack: jax.Array, rows: jax.Array, move: StackMove) -> jax.Array:
     """[L, ...] -> [pp, ...], whose row s is row rows[s] of the stack, zeros for -1.
 
     It is done by hand, as the compiler of jax 0.11.2 does not survive doing it by itself.
