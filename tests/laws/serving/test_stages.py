@@ -5,14 +5,12 @@ Parts of a step are small here, so that several are under way at a time.
 
 import jax
 import pytest
-from flax import nnx
 
 from mjax.errors import UserError
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
 from mjax.infer.stages import layers_in_stages
 from mjax.interop.adapter_slots import slots_of, with_slots_filled
-from mjax.models import build, split
 from mjax.sharding.mesh import tensor_parallel_mesh
 from tests.laws.serving.kinds import (
     LENGTH,
@@ -83,7 +81,7 @@ def changes(kind, given):
         given.step()
     at_rest(given)
     assert_greedy(kind, [beside.output])
-    others = split(build(model(kind).cfg, nnx.Rngs(9)))[1]  # on one device
+    others = jax.tree.map(lambda x: 0.9 * x, model(kind).params)  # on one device
     given.update_weights(others)
     assert_greedy(kind, served(given, ASKS[:3]), others)
     given.sleep(weights=True)
@@ -114,13 +112,6 @@ def test_a_device_holds_weights_and_pages_of_its_stage_alone():
 def test_what_stages_lack_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"mesh.pp=4 .*has 2 layers"):
         make_engine("keys and values", {"pp": 4})
-    predicts = tiny_model("keys and values", num_nextn_predict_layers=1)
-    with pytest.raises(UserError, match="mtp with pipeline_parallel_size"):
-        tiny_engine(predicts, {"pp": 2}, drafts=1, drafter="mtp")
-    plain = tiny_model("keys and values")
-    adapted = with_slots_filled(plain, slots_of(plain, 1, 2), [])
-    with pytest.raises(UserError, match="adapters of single requests"):
-        tiny_engine(adapted, {"pp": 2})
     with pytest.raises(UserError, match="adapters of single requests"):
         LLM(tmp_path, pipeline_parallel_size=2, adapters={"one": tmp_path})
     for sizes in ((0, 1), (1, 0), (3, 3), (-2, -2)):
@@ -128,25 +119,33 @@ def test_what_stages_lack_is_refused(tmp_path):
             tensor_parallel_mesh(sizes[0], "some", sizes[1])
 
 
+@slow
+def test_drafters_and_adapters_without_a_stage_are_refused():
+    predicts = tiny_model("keys and values", num_nextn_predict_layers=1)
+    with pytest.raises(UserError, match="mtp with pipeline_parallel_size"):
+        tiny_engine(predicts, {"pp": 2}, drafts=1, drafter="mtp")
+    plain = tiny_model("keys and values")
+    adapted = with_slots_filled(plain, slots_of(plain, 1, 2), [])
+    with pytest.raises(UserError, match="adapters of single requests"):
+        tiny_engine(adapted, {"pp": 2})
+
+
 HOT = {"max_tokens": 30, "temperature": 0.9, "n": 2, "logprobs": 3, "presence_penalty": 0.5}
 
 
-@slow
-def test_samples_forms_and_guesses_are_those_of_one_device():
-    """Also with weights and caches in 8 bits, and for bits that depend on no other row."""
+OPTIONS = [{"drafts": 2, "weight_dtype": "fp8", "cache_dtype": "fp8"}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("options", quick(OPTIONS))
+def test_samples_are_those_of_one_device(options):
     asks = [Ask(prompt, SamplingParams(seed=i, **HOT)) for i, prompt in enumerate(PROMPTS)]
     asks.append(Ask(PROMPTS[0], SamplingParams(max_tokens=5, prompt_logprobs=2)))
-    for options in (
-        {"drafts": 2},
-        {"weight_dtype": "fp8", "cache_dtype": "fp8"},
-        {"batch_invariant": True},
-    ):
-        found = served(make_engine("three layers", {"pp": 2}, **options), asks)
-        wanted = served(make_engine("three layers", **options), asks)
-        assert tokens_of(found) == tokens_of(wanted)
-        pairs = zip(found[-1].prompt_logprobs[1:], wanted[-1].prompt_logprobs[1:], strict=True)
-        for one, other in pairs:
-            assert one == pytest.approx(other, abs=1e-4)
+    found = served(make_engine("three layers", {"pp": 2}, **options), asks)
+    wanted = served(make_engine("three layers", **options), asks)
+    assert tokens_of(found) == tokens_of(wanted)
+    pairs = zip(found[-1].prompt_logprobs[1:], wanted[-1].prompt_logprobs[1:], strict=True)
+    for one, other in pairs:
+        assert one == pytest.approx(other, abs=1e-4)
 
 
 @slow
