@@ -22,9 +22,9 @@ from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.infer.weights import usual_dtype
-from mjax.interop.adapter_slots import slots_of, with_slots_filled
+from mjax.interop.adapter_slots import AdapterSlots, slots_of, with_slots_filled
 from mjax.interop.adapter_stack import with_stack
-from mjax.interop.pretrained import from_pretrained
+from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.json_file import read_json
 from mjax.sharding.mesh import tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
@@ -81,15 +81,12 @@ class LLM:
         """
         keep_compiled_programs()
         dtype, folders = dtype or usual_dtype(), [*(adapters or {}).values()]
-        has_adapters = bool(folders) or max_loras is not None
-        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, has_adapters)
-        in_stages = pipeline_parallel_size > 1
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=not in_stages)
+        adapted = bool(folders) or max_loras is not None
+        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, adapted)
+        apart = pipeline_parallel_size == 1  # stages are made of stacks
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=apart)
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
-        if self.slots is not None:
-            loaded = with_slots_filled(loaded, self.slots, folders)
-        elif folders:
-            loaded = with_stack(loaded, folders)
+        loaded = _with_adapters(loaded, self.slots, folders)
         name, most = tokenizer or tokenizer_of(model), loaded.cfg.max_position_embeddings
         self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
@@ -191,6 +188,15 @@ class LLM:
                 return self.engine.add(ids, params, text=text)
             except QueueFull:
                 self.engine.step()
+
+
+def _with_adapters(
+    loaded: Pretrained, slots: AdapterSlots | None, folders: Sequence[str | Path]
+) -> Pretrained:
+    """The model with the adapters in folders beside its weights, if any."""
+    if slots is not None:
+        return with_slots_filled(loaded, slots, folders)
+    return with_stack(loaded, folders) if folders else loaded
 
 
 def _serving_mesh(devices: int, stages: int, has_adapters: bool) -> Mesh | None:

@@ -100,6 +100,7 @@ def put_in_stages(
         rounding = form if form is not None and form.takes(spec) else None
         cuts = cut if rounding is None else rounding.partition(cut, declared)
         where = jax.tree.map(partial(NamedSharding, mesh), cuts)
+        assert not isinstance(stack, list), "stages are made of stacks, not of single layers"
         given = stack
         if getattr(given.sharding, "mesh", None) != mesh:
             given = jax.device_put(given, sharded_by_stages(spec, mesh))
