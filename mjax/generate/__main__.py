@@ -79,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("generate"), description="Continue text.")
     add_model_arguments(parser)
+    about = "stages of layers, of --tp devices each"
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help=about)
     text = "text to continue, or with --chat a user's message; several make a batch"
     parser.add_argument("--prompt", action="append", default=[], help=text)
     file = 'a text file: one prompt; .jsonl: a line each {"prompt": ...} or {"messages": [...]}'

@@ -40,7 +40,9 @@ def load_model(args: argparse.Namespace):
     from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
     keep_compiled_programs()
-    mesh = tensor_parallel_mesh(args.tp, f"--tp {args.tp}")
+    stages = getattr(args, "pp", 1)
+    option = f"--tp {args.tp}" + (f" --pp {stages}" if stages != 1 else "")
+    mesh = tensor_parallel_mesh(args.tp, option, stages)
     dtype = args.dtype or usual_dtype()
     model = from_pretrained(args.ckpt, mesh=mesh, dtype=dtype)
     spec = args.tokenizer or tokenizer_of(args.ckpt)

@@ -97,6 +97,20 @@ def check_drafts(cfg: ModelConfig, drafts: int, drafter: object) -> None:
         )
 
 
+def check_stages(has_adapters: bool, drafter_depths: int) -> None:
+    """Raise `UserError` for a model or an option of an engine that stages of layers lack."""
+    if drafter_depths:
+        raise UserError(
+            "speculative_method=mtp with pipeline_parallel_size (mesh.pp) above 1: layers of "
+            "multi-token prediction have no stage; take ngram, or no stages"
+        )
+    if has_adapters:
+        raise UserError(
+            "adapters of single requests with pipeline_parallel_size (mesh.pp) above 1 are not "
+            "built; merge one into the model, or take tensor_parallel_size"
+        )
+
+
 def ids_of(prompt: Sequence[int]) -> list[int]:
     """A prompt as integers. Raises `UserError` where it is something else."""
     wrong = f"a prompt is a {type(prompt).__name__}: {{reason}}; give a list of token ids"

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mjax.checkpoint.base.companion_files import end_ids, tokenizer_of
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
+from mjax.infer.checks import check_stages
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.infer.weights import usual_dtype
-from mjax.interop.adapter_slots import slots_of, with_slots_filled
+from mjax.interop.adapter_slots import AdapterSlots, slots_of, with_slots_filled
 from mjax.interop.adapter_stack import with_stack
-from mjax.interop.pretrained import from_pretrained
+from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.json_file import read_json
 from mjax.sharding.mesh import tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
@@ -34,6 +36,8 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 class LLM:
     """A model ready to continue texts. `engine` takes requests one by one. Its options:
 
+    tensor_parallel_size: devices that share each layer.
+    pipeline_parallel_size: stages that share the layers, of so many devices each.
     tokenizer: default: the model's own; None is found: prompts are ids and texts empty.
     dtype: default: bfloat16, on a CPU float32.
     max_model_len: tokens of the longest text; default: the model's.
@@ -56,6 +60,7 @@ class LLM:
         *,
         tokenizer: str | None = None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -75,16 +80,13 @@ class LLM:
         Raises `UserError` for what cannot be loaded or served.
         """
         keep_compiled_programs()
-        option = f"tensor_parallel_size={tensor_parallel_size}"
-        mesh = tensor_parallel_mesh(tensor_parallel_size, option)
-        dtype = dtype or usual_dtype()
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=True)
-        folders = [*(adapters or {}).values()]
+        dtype, folders = dtype or usual_dtype(), [*(adapters or {}).values()]
+        adapted = bool(folders) or max_loras is not None
+        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, adapted)
+        apart = pipeline_parallel_size == 1  # stages are made of stacks
+        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=apart)
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
-        if self.slots is not None:
-            loaded = with_slots_filled(loaded, self.slots, folders)
-        elif folders:
-            loaded = with_stack(loaded, folders)
+        loaded = _with_adapters(loaded, self.slots, folders)
         name, most = tokenizer or tokenizer_of(model), loaded.cfg.max_position_embeddings
         self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
@@ -186,6 +188,24 @@ class LLM:
                 return self.engine.add(ids, params, text=text)
             except QueueFull:
                 self.engine.step()
+
+
+def _with_adapters(
+    loaded: Pretrained, slots: AdapterSlots | None, folders: Sequence[str | Path]
+) -> Pretrained:
+    """The model with the adapters in folders beside its weights, if any."""
+    if slots is not None:
+        return with_slots_filled(loaded, slots, folders)
+    return with_stack(loaded, folders) if folders else loaded
+
+
+def _serving_mesh(devices: int, stages: int, has_adapters: bool) -> Mesh | None:
+    """The mesh of an engine. Raises `UserError` where there is none of these sizes."""
+    option = f"tensor_parallel_size={devices}"
+    if stages != 1:
+        option += f" and pipeline_parallel_size={stages}"
+        check_stages(has_adapters, 0)
+    return tensor_parallel_mesh(devices, option, stages)
 
 
 def _several(prompts: Prompts) -> Sequence[Any]:

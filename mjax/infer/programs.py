@@ -13,7 +13,7 @@ Invariant: what a row gives depends on its record and its pages.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.schema.model import ModelConfig
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.caches.rows import decoded_tokens, last_places, prefilled_tokens
-from mjax.infer.caches.slots import SlotStates
+from mjax.infer.caches.slots import with_states_copied
 from mjax.infer.caches.specs import PoolSizes, paged_specs
 from mjax.infer.drafting.multi_token import Guesser, RowEnds, StepActivations
 from mjax.infer.records import StepTokens, fields_of_records, record_dtype
@@ -42,6 +42,8 @@ from mjax.infer.sample import (
     kept_drafts,
     scored_in_parts,
 )
+from mjax.infer.stages.layers_in_stages import Stages, kinds_of_slots
+from mjax.infer.stages.weights_in_stages import own_layers
 from mjax.infer.weights import Form, partitions_apart
 from mjax.kernels.attention.paged import tokens_of_rows
 from mjax.models.base.adapted import has_slots
@@ -49,6 +51,7 @@ from mjax.models.base.branch import CacheSpec
 from mjax.models.base.context import Context, Kernels, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.runtime.run import Caches
+from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards, parallel_of
@@ -94,13 +97,14 @@ class EnginePrograms:
     dtype: jnp.dtype
     sizes: PoolSizes
     form: Form | None = None  # of matmul weights, if they are rounded
+    layout: Layout | None = None  # of layers in stages, if they are
 
     @functools.cached_property
     def parallel(self) -> Parallel:
-        """The devices that share work: those of pp and cp hold and compute the same."""
+        """The devices that share work: those of cp hold and compute the same."""
         if self.mesh is None:
             return LOCAL
-        return replace(parallel_of(self.mesh), pp=1, cp=1, cuts_sequence=False)
+        return replace(parallel_of(self.mesh), cp=1, cuts_sequence=False)
 
     @property
     def lanes(self) -> int:
@@ -109,8 +113,13 @@ class EnginePrograms:
 
     @functools.cached_property
     def specs(self) -> Caches:
-        """The caches of one lane."""
-        return paged_specs(self.cfg, self.sizes, PAGE, self.parallel.tp)
+        """The caches of one lane on a stage."""
+        return paged_specs(self.cfg, self.sizes, PAGE, self.parallel.tp, self.kinds)
+
+    @functools.cached_property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of the layers that a device runs one after the other."""
+        return self.cfg.layer_kinds if self.layout is None else kinds_of_slots(self.layout)
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
@@ -152,10 +161,10 @@ class EnginePrograms:
 
     def of_layers(self, caches: Caches) -> Caches:
         """The caches of layers, which lie before `of_depths`."""
-        return caches[: len(self.cfg.layer_kinds)]
+        return caches[: len(self.kinds)]
 
     def of_depths(self, caches: Caches) -> Caches:
-        return caches[len(self.cfg.layer_kinds) :]
+        return caches[len(self.kinds) :]
 
     def abstract_places(self, records: np.ndarray) -> jax.ShapeDtypeStruct:
         """The places that `draw` gives for a step with these records, as a shape."""
@@ -191,7 +200,7 @@ class EnginePrograms:
         def cache(spec: CacheSpec) -> jax.Array:
             first, *rest = spec.shape
             dtype = spec.dtype or self.dtype
-            return jnp.zeros((first * self.lanes, *rest), dtype)
+            return jnp.zeros((first * self.lanes * self.parallel.pp, *rest), dtype)
 
         caches = jax.tree.map(cache, self.specs)
         slots = self.lanes * (self.sizes.rows + 1)
@@ -243,7 +252,6 @@ class EnginePrograms:
 
         slot: int32 [], over all lanes. ids: int32 [N], -1: none. is_output: bool [N].
         """
-
         return jax.jit(self._counted, donate_argnames="state")
 
     @functools.cached_property
@@ -254,16 +262,10 @@ class EnginePrograms:
         """
 
         def copied(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
-            def put(cache: object) -> object:
-                if not isinstance(cache, SlotStates):
-                    return cache
-                return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
+            return with_states_copied(caches, source, target, self.parallel.index(DATA_AXES))
 
-            return jax.tree.map(put, caches, is_leaf=lambda x: isinstance(x, SlotStates))
-
-        states = self._states(False)
-        shardings = self._shardings(states.caches)
-        return jax.jit(copied, donate_argnums=0, out_shardings=shardings)
+        states, one = self._states(False).caches, PartitionSpec()
+        return jax.jit(self._on_lanes(copied, (states, one, one), states), donate_argnums=0)
 
     def _counted(
         self,
@@ -287,7 +289,7 @@ class EnginePrograms:
 
     def _forward(self, params, caches: Caches, last, tokens: StepTokens, records):
         held = self._states(False)
-        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form, self.layout)
         own = self.of_layers(held.caches)
         partitions = weights, own, held.last, self.rows, self.rows
         results = own, LayerOutputs(self.rows, PartitionSpec(), self.rows)
@@ -308,7 +310,7 @@ class EnginePrograms:
         self, params, caches: Caches, last, activations, places, records, rules, draws, each
     ):
         held = self._states(False)
-        weights = partitions_apart(self.definition.specs, self.parallel, self.form)
+        weights = partitions_apart(self.definition.specs, self.parallel, self.form, self.layout)
         own = self.of_depths(held.caches)
         function = functools.partial(self._guess_on_lane, draws, each)
         partitions = weights, own, held.last, self.rows, self.rows, self.rows, self.rows
@@ -334,16 +336,18 @@ class EnginePrograms:
     def _forward_on_lane(
         self, params, caches: Caches, last: jax.Array, tokens: StepTokens, records: jax.Array
     ) -> tuple[Caches, LayerOutputs]:
-        model = self.definition.bind(params, self.parallel)
+        model = self.definition.bind(own_layers(params, self.layout), self.parallel)
         row = fields_of_records(records, record_dtype(self.sizes))
         ids = self._ids(last, tokens, row)
         info = self._info(row, ids.shape, None if tokens.ids is not None else ids.shape[1])
-        ctx, new = self._context(), info.new
+        ctx, new, scores = self._context(), info.new, None
         x, _, caches = model.extend(ids, info, ctx, caches, tokens.inputs or {})
-        x, scores = x.reshape(-1, x.shape[-1]), None
+        x = x.reshape(-1, x.shape[-1])
         if tokens.labels is not None:
             scores = self._for_host(self._scores(model, x, tokens.labels.reshape(-1)))
-        of_rows = x[last_places(new)] if new.each is None else x
+        of_rows = x
+        if new.each is None:
+            of_rows = x[last_places(new)]
         logits = model.logits(of_rows, self.parallel)
         activations = StepActivations(x, ids) if self.sizes.depths else None
         return caches, LayerOutputs(logits, scores, activations)
@@ -351,7 +355,8 @@ class EnginePrograms:
     def _context(self) -> Context:
         # Kernels of training have no mask for the keys of a source that lie in slots.
         kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
-        return Context(self.parallel, kernels=kernels)
+        stages = None if self.layout is None else Stages(self.layout, self.sizes.rows).run
+        return Context(self.parallel, kernels=kernels, run_layers=stages)
 
     def _draw_on_lane(
         self, draws: Draws, state: StepState, logits, drafts, records, rules: RowRules
@@ -474,8 +479,10 @@ class EnginePrograms:
     def _states(self, has_counts: bool) -> StepState:
         """The partitions of a state."""
 
+        stages = self.parallel.live("pp", *DATA_AXES)
+
         def of_cache(spec: CacheSpec) -> PartitionSpec:
-            return PartitionSpec(*self.rows, *self._tail(spec))
+            return PartitionSpec(stages or None, *self._tail(spec))
 
         counts = TokenCounts(self.rows, self.rows) if has_counts else None
         return StepState(jax.tree.map(of_cache, self.specs), self.rows, counts)

@@ -17,6 +17,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
 from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.checks import check_stages
 from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
 from mjax.infer.records import (
     Launched,
@@ -39,10 +40,21 @@ from mjax.infer.records import (
 )
 from mjax.infer.sample import Drawn, Draws, RowRules
 from mjax.infer.scheduling.scheduler import Limits
-from mjax.infer.weights import fit_twice, form_of, memory_of, mesh_of, require_weights, take_apart
+from mjax.infer.stages.layers_in_stages import stages_for
+from mjax.infer.weights import (
+    fit_twice,
+    form_of,
+    memory_of,
+    mesh_of,
+    put_in_stages,
+    require_weights,
+    take_apart,
+)
 from mjax.infer.whole_prompts import largest_inputs
+from mjax.models.base.adapted import has_slots
 from mjax.models.base.params import Definition
 from mjax.plan.xla_options import serving_options
+from mjax.sharding.mesh import parallel_of
 
 _SPARE_MEMORY = 0.03  # of memory that caches leave free
 Work = list[list[RowWork]]  # of each lane
@@ -103,7 +115,12 @@ class StepRunner:
         self.definition, self._cfg, self._limits = definition, cfg, limits
         self.dtype, self._drafts = jnp.dtype(dtype), drafts
         self._form = form_of(weight_dtype, definition.specs)
-        self.params = take_apart(definition.specs, params, self.dtype, donate, self._form)
+        mesh = mesh_of(params)
+        self._layout = None if mesh is None else stages_for(cfg, parallel_of(mesh).pp)
+        self._mesh = mesh
+        if self._layout is not None:
+            check_stages(has_slots(definition.specs), depths)
+        self.params: dict | None = self._placed(params, donate)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
         rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
@@ -114,8 +131,8 @@ class StepRunner:
         first = 2 if pages is None else pages
         more = cache_dtype == "fp8", drafts, snapshots, depths
         sizes = PoolSizes(first, limits.rows, width, *more)
-        of_model = definition, cfg, mesh_of(params), self.dtype
-        self.programs = EnginePrograms(*of_model, sizes, self._form)
+        of_model = definition, cfg, mesh, self.dtype
+        self.programs = EnginePrograms(*of_model, sizes, self._form, self._layout)
         if pages is None:
             self._fill_memory()
         self.records = Records(self.programs.lanes, limits.rows, record_dtype(sizes))
@@ -154,9 +171,15 @@ class StepRunner:
         """
         if self.has_weights and not fit_twice(self.params):
             self.params = None
-        apart = take_apart(self.definition.specs, params, self.dtype, donate, self._form)
-        self.params = jax.device_put(apart, self._places)
+        self.params = jax.device_put(self._placed(params, donate), self._places)
         self.version += 1
+
+    def _placed(self, params: dict, donate: bool) -> dict:
+        """Weights in the form of the programs."""
+        given = self.definition.specs, params, self.dtype
+        if self._layout is None:
+            return take_apart(*given, donate, self._form)
+        return put_in_stages(*given, self._mesh, self._layout, donate, self._form)
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""

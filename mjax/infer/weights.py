@@ -11,13 +11,23 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mjax.errors import UserError
+from mjax.infer.stages.weights_in_stages import (
+    StackMove,
+    move_to_stages,
+    row_of_each_stage,
+    rows_of_slots,
+)
 from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.nf4.parameters import codes_of
+from mjax.pipeline.layout import Layout
+from mjax.pipeline.storage import sharded_by_stages
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import weight_partition
 from mjax.sharding.spec import ParamSpec, is_spec
 
@@ -72,6 +82,47 @@ def take_apart(
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
 
 
+def put_in_stages(
+    specs: dict,
+    params: dict,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    layout: Layout,
+    donate: bool = False,
+    form: Form | None = None,
+) -> dict:
+    """`take_apart` of layers in stages: lists of arrays [pp, ...], one for each slot of a stage."""
+    parallel = parallel_of(mesh)
+
+    def convert(rows: np.ndarray, spec: ParamSpec, stack: jax.Array) -> list[Parameter]:
+        declared = replace(spec, shape=(layout.pp, *spec.shape[1:]))
+        cut = weight_partition(declared, parallel)
+        rounding = form if form is not None and form.takes(spec) else None
+        cuts = cut if rounding is None else rounding.partition(cut, declared)
+        where = jax.tree.map(partial(NamedSharding, mesh), cuts)
+        assert not isinstance(stack, list), "stages are made of stacks, not of single layers"
+        given = stack
+        if getattr(given.sharding, "mesh", None) != mesh:
+            given = jax.device_put(given, sharded_by_stages(spec, mesh))
+        wanted, made = spec.dtype(dtype), []
+        move = move_to_stages(given, rows, cut)
+        one = jax.jit(_of_stages, static_argnums=(2, 3, 4, 5), out_shardings=where)
+        for of_slot in rows:
+            row = one(given, of_slot, move, declared, wanted, rounding)
+            made.append(jax.block_until_ready(row))
+        if donate:
+            stack.delete()
+        return made
+
+    edges = {name: spec for name, spec in specs.items() if name not in layout.stacks}
+    of_edges = {name: params[name] for name in edges}
+    found = take_apart(edges, of_edges, dtype, donate, form)
+    for name in layout.stacks:
+        of_slots = partial(convert, rows_of_slots(layout, name))
+        found[name] = jax.tree.map(of_slots, specs[name], params[name], is_leaf=is_spec)
+    return found
+
+
 def mesh_of(params: dict) -> Mesh | None:
     """The mesh that parameters are sharded over; None on a single device."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
@@ -113,17 +164,25 @@ def fit_twice(params: dict) -> bool:
     return not stats or free > sum(shard.nbytes for shard in shards)
 
 
-def partitions_apart(specs: dict, parallel: Parallel, form: Form | None = None) -> dict:
-    """The partitions of what `take_apart` gives, as matmuls read it."""
+def partitions_apart(
+    specs: dict, parallel: Parallel, form: Form | None = None, layout: Layout | None = None
+) -> dict:
+    """The partitions of what `take_apart` or `put_in_stages` gives, as matmuls read it."""
 
-    def of(spec: ParamSpec) -> PartitionSpec | Channels8 | list:
-        layer = _layer_spec(spec)
+    def of(count: int, spec: ParamSpec) -> PartitionSpec | Channels8 | list:
+        layer, count = _layer_spec(spec), count or spec.shape[0]
+        if layout is not None and spec.is_stacked:
+            layer = replace(spec, shape=(layout.pp, *spec.shape[1:]))
         cut = weight_partition(layer, parallel)
         if form is not None and form.takes(spec):
             cut = form.partition(cut, layer)
-        return [cut] * spec.shape[0] if spec.is_stacked else cut
+        return [cut] * count if spec.is_stacked else cut
 
-    return jax.tree.map(of, specs, is_leaf=is_spec)
+    found = {}
+    for name, declared in specs.items():
+        slots = 0 if layout is None else layout.slots.stacks.count(name)
+        found[name] = jax.tree.map(partial(of, slots), declared, is_leaf=is_spec)
+    return found
 
 
 def form_of(name: str | None, specs: dict) -> Form | None:
@@ -153,6 +212,18 @@ def _converted(
         given = lax.dynamic_index_in_dim(given, row, keepdims=False)
     value = given.astype(dtype)
     return value if form is None else form.rounded(value, spec.inputs, spec.lead)
+
+
+def _of_stages(
+    stack: jax.Array,
+    rows: np.ndarray,
+    move: StackMove,
+    spec: ParamSpec,
+    dtype: jnp.dtype,
+    form: Form | None,
+) -> jax.Array | Channels8:
+    """A slot's parameter in all stages, as it is wanted."""
+    return _converted(row_of_each_stage(stack, rows, move), None, spec, dtype, form)
 
 
 def _layer_spec(spec: ParamSpec) -> ParamSpec:

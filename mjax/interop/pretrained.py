@@ -6,6 +6,7 @@ piece, never through a whole copy on the host.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,8 +21,7 @@ from mjax.models import Definition, definition_of
 from mjax.models.base.context import Context, Training, tokens_of
 from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
-from mjax.sharding.mesh import parallel_of
-from mjax.sharding.rules import param_partitions
+from mjax.pipeline.storage import sharded_by_stages
 from mjax.sharding.spec import ParamSpec, is_spec
 
 
@@ -98,8 +98,8 @@ def from_pretrained(
         one = SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: one, definition.specs, is_leaf=is_spec)
     else:
-        partitions = param_partitions(definition.specs, parallel_of(mesh))
-        shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
+        on_mesh = partial(sharded_by_stages, mesh=mesh)
+        shardings = jax.tree.map(on_mesh, definition.specs, is_leaf=is_spec)
     abstract = abstract_params(definition, dtype, shardings)
     if apart:
         source = layers_source(source)

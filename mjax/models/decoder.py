@@ -139,8 +139,10 @@ class Decoder(VocabularyHead, nnx.Module):
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
         The layers are those that this module holds, stacked. They run in scans, and with caches one
-        after the other.
+        after the other. `ctx.run_layers` may run them instead.
         """
+        if ctx.run_layers is not None:
+            return ctx.run_layers(self, x, info, ctx, caches)
         blocks, weights = {}, {}
         for name in self.stacks:
             blocks[name], weights[name] = split(getattr(self, name))

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import Parallel, mesh_axes
-from mjax.sharding.mesh import on_shards
-from mjax.sharding.rules import Padding
+from mjax.sharding.mesh import on_shards, parallel_of
+from mjax.sharding.rules import Padding, weight_partition
 from mjax.sharding.spec import ParamSpec, is_spec
 
 
@@ -291,6 +291,16 @@ def canonical_abstract(storage: Storage, tree: dict) -> dict:
 
     shapes = jax.eval_shape(partial(to_canonical, storage), tree)
     return jax.tree.map(one, tree, shapes)
+
+
+def sharded_by_stages(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
+    """How a parameter in canonical form lies on a mesh whose stages hold equal parts of stacks."""
+    parallel = parallel_of(mesh)
+    cut = weight_partition(spec, replace(parallel, pp=1))
+    if not spec.is_stacked or parallel.pp == 1:
+        return NamedSharding(mesh, cut)
+    wanted = PartitionSpec("pp", *cut[1:])
+    return even_sharding(NamedSharding(mesh, wanted), spec.shape)
 
 
 def even_sharding(like: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

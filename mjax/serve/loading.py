@@ -78,7 +78,8 @@ class ServedModel:
         self.engine, self.slots, self.dtype = llm.engine, llm.slots, llm.dtype
         made = llm.engine
         self.embedder: Embedder | None = None
-        if not cfg.architecture.reads_target:
+        in_stages = self.options.engine.get("pipeline_parallel_size", 1) > 1
+        if not (cfg.architecture.reads_target or in_stages):
             given = self.options.engine.get("quantization")
             form = form_of(given, llm.definition.specs)
             places = llm.mesh, jnp.dtype(llm.dtype), made.limits.length, form
@@ -104,6 +105,8 @@ class ServedModel:
         keep_compiled_programs()
         given = self.options.engine
         size = given.get("tensor_parallel_size", 1)
+        if given.get("pipeline_parallel_size", 1) > 1:
+            raise UserError("--pipeline-parallel-size: an encoder has no stages here; leave it out")
         mesh = tensor_parallel_mesh(size, f"--tensor-parallel-size {size}")
         dtype = given.get("dtype") or usual_dtype()
         loaded = from_pretrained(self.options.model, mesh=mesh, dtype=dtype)
@@ -155,7 +158,10 @@ class ServedModel:
         self, prompts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> dict[str, np.ndarray]:
         if self.embedder is None:
-            raise UserError("this model has no embeddings: an encoder and a decoder take turns")
+            raise UserError(
+                "this model has no embeddings: an encoder and a decoder take turns, or its layers "
+                "lie in stages; start it without --pipeline-parallel-size"
+            )
         params = self._params if self._params is not None else self._weights()
         slot = self.engine.adapters.get(adapter, 0)
         return {"vectors": self.embedder.embed(params, prompts, pooling, slot)}

@@ -39,8 +39,8 @@ class ServeOptions:
 
 # Arguments of `LLM` that an option gives as it is.
 _LLM_ARGUMENTS = tuple(
-    """tokenizer tensor_parallel_size dtype max_model_len max_num_seqs max_num_prefill_tokens
-    kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens
+    """tokenizer tensor_parallel_size pipeline_parallel_size dtype max_model_len max_num_seqs
+    max_num_prefill_tokens kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens
     speculative_method max_lora_rank max_queued""".split()
 )
 
@@ -59,7 +59,8 @@ def read_options(argv: list[str] | None) -> ServeOptions:
     loras = args.max_loras
     if loras is None and (adapters or args.enable_lora):
         loras = max(len(adapters), 1)
-    for name in ("data_parallel_size", "api_server_count", "tensor_parallel_size"):
+    sizes = "data_parallel_size", "api_server_count"
+    for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"--{option} {getattr(args, name)}: give 1 or more")
@@ -172,6 +173,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 def _add_life(group: argparse._ArgumentGroup) -> None:
     number = {"type": int, "default": 1, "metavar": "N"}
     group.add_argument("--tensor-parallel-size", "-tp", **number, help="devices of an engine")
+    about = "stages of layers, of so many devices each"
+    group.add_argument("--pipeline-parallel-size", "-pp", **number, help=about)
     group.add_argument("--data-parallel-size", "-dp", **number, help="engines")
     group.add_argument("--api-server-count", **number, help="processes that speak HTTP")
     about = "compile programs before requests come"

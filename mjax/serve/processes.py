@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import dataclasses
 import json
+import math
 import mmap
 import os
 import signal
@@ -97,7 +98,8 @@ class Server:
                 metrics.mkdir(exist_ok=True)
                 environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         elif self.options.replicas > 1:
-            size = self.options.engine.get("tensor_parallel_size", 1)
+            sizes = "tensor_parallel_size", "pipeline_parallel_size"
+            size = math.prod(self.options.engine.get(name, 1) for name in sizes)
             environment["CUDA_VISIBLE_DEVICES"] = own_devices(environment, number, size)
         child = subprocess.Popen(
             [sys.executable, "-m", "mjax.serve.processes"],

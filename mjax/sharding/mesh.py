@@ -28,17 +28,18 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def tensor_parallel_mesh(devices: int, option: str) -> Mesh | None:
-    """The mesh of the first `devices`, all over tp; None for one.
+def tensor_parallel_mesh(devices: int, option: str, stages: int = 1) -> Mesh | None:
+    """The mesh of the first devices, so many over tp in each of `stages` over pp; None for one.
 
     Raises `UserError`, which begins with `option`, where there are not so many.
     """
-    have = len(jax.devices())
-    if devices not in range(1, have + 1):
+    have, count = len(jax.devices()), devices * stages
+    if min(devices, stages) < 1 or count > have:
         raise UserError(f"{option}: there are {have} devices; give 1 to {have}")
-    if devices == 1:
+    if count == 1:
         return None
-    return make_mesh(MeshConfig(dp=1, tp=devices), jax.devices()[:devices])
+    sizes = MeshConfig(dp=1, tp=devices, pp=stages)
+    return make_mesh(sizes, jax.devices()[:count])
 
 
 def parallel_of(mesh: Mesh) -> Parallel:

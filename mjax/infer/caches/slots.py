@@ -104,6 +104,23 @@ class SlotStates(NamedTuple):
         return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
 
 
+def with_states_copied(
+    caches: list, source: jax.Array, target: jax.Array, lane: jax.Array | int
+) -> list:
+    """A lane's caches with the states of a slot also in another; slots are over all lanes."""
+
+    def put(slots: jax.Array) -> jax.Array:
+        first = lane * len(slots)
+        own = (source >= first) & (source < first + len(slots))
+        to = jnp.where(own, target - first, len(slots))
+        return slots.at[to].set(slots[source - first], mode="drop")
+
+    def copied(cache: object) -> object:
+        return jax.tree.map(put, cache) if isinstance(cache, SlotStates) else cache
+
+    return jax.tree.map(copied, caches, is_leaf=lambda x: isinstance(x, SlotStates))
+
+
 def _new_tokens(new: PagedTokens) -> NewTokens:
     """The first new slot of each row; padding is written to slots of no row, or after its own."""
     before = new.rows.lengths - (new.rows.starts[1:] - new.rows.starts[:-1])

@@ -4,6 +4,7 @@ A branch says what it keeps as training's caches do (`models/attention/caches.py
 latents lie in pages; states, sources and keys under relative biases in slots.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
@@ -36,13 +37,15 @@ class PoolSizes(NamedTuple):
     depths: int = 0
 
 
-def paged_specs(cfg: ModelConfig, sizes: PoolSizes, page: int, tp: int) -> Caches:
-    """The caches of all layers as trees of `CacheSpec`, whose first axis is pages or slots.
+def paged_specs(
+    cfg: ModelConfig, sizes: PoolSizes, page: int, tp: int, kinds: Sequence[str]
+) -> Caches:
+    """The caches of layers of `kinds` as trees of `CacheSpec`, whose first axis is pages or slots.
 
     page: tokens of a page. Raises `UserError` for a branch whose cache does not lie in pages.
     """
     layers: Caches = []
-    for kind in (*cfg.layer_kinds, *cfg.prediction_kinds[: sizes.depths]):
+    for kind in (*kinds, *cfg.prediction_kinds[: sizes.depths]):
         if cfg.architecture.has_streams and not of_decoder(kind):
             layers.append(None)
             continue

@@ -102,6 +102,7 @@ class Context:
 
     towers: the handles of modalities whose layers have mesh sizes of their own
         (`models/towers/tower_mesh.py`).
+    run_layers: what runs the layers in the place of `Decoder.layers`, after the model; or None.
     """
 
     parallel: Parallel = LOCAL
@@ -110,6 +111,7 @@ class Context:
     documents: Documents = Documents()
     training: Training = Training()
     probe: Probe = Probe()
+    run_layers: Callable | None = None
 
     def of(self, stream: str) -> "Context":
         """The context of the layers that work on a stream."""

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
@@ -21,8 +21,9 @@ from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.infer.scheduling.pages import PagePool
 from mjax.infer.scheduling.scheduler import Limits, Scheduler
 from mjax.models import Definition, build, split
-from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.rules import param_partitions
+from mjax.pipeline.storage import sharded_by_stages
+from mjax.sharding.mesh import make_mesh
+from mjax.sharding.spec import is_spec
 from tests.tiny_mixers import DELTAS, LATENT
 
 PAGE = 16  # tokens of a page in these tests (conftest.py)
@@ -66,7 +67,14 @@ KINDS = {
     "experts": {"layer_pattern": "GE", **EXPERTS},
 }
 BYTES = {"vocab_size": 260}
-KINDS_OF = KINDS | {"bytes": BYTES}  # for texts
+# For texts, and for stages of a pipeline.
+STAGED = {
+    "three layers": {"num_hidden_layers": 3},
+    "five windows in turn": KINDS["windows in turn"] | {"num_hidden_layers": 5},
+    "hybrid of five": KINDS["hybrid"] | {"layer_pattern": "M[M|G]EME", "num_hidden_layers": 5},
+    "latent experts": KINDS["latent"] | EXPERTS | {"layer_pattern": "AEAE", "num_hidden_layers": 4},
+}
+KINDS_OF = KINDS | {"bytes": BYTES} | STAGED
 # Ids as letters, so that text is legible.
 LETTERS = Tokenizer(
     VOCAB,
@@ -96,8 +104,8 @@ def on_mesh(definition: Definition, params: dict, mesh: Mapping[str, int]) -> di
     """Parameters on the first fake devices."""
     count = int(np.prod(list(mesh.values())))
     made = make_mesh(MeshConfig(**{"dp": 1, **mesh}), jax.devices()[:count])
-    places = param_partitions(definition.specs, parallel_of(made))
-    return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(made, s)), params, places)
+    places = jax.tree.map(partial(sharded_by_stages, mesh=made), definition.specs, is_leaf=is_spec)
+    return jax.tree.map(jax.device_put, params, places)
 
 
 def make_engine(

@@ -1,7 +1,6 @@
 """Law: each request has the numbers of the model with its own adapter, whatever runs beside it."""
 
 import functools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.checkpoint.base.source import array_source
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
 from mjax.infer.llm import LLM
 from mjax.infer.requests import RequestOutput, SamplingParams
 from mjax.interop.adapter_stack import with_stack
-from mjax.interop.huggingface.families.engine import config_to_hf, slots
-from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.interop.pretrained import Pretrained
 from mjax.models.base.context import Context, tokens_of
 from tests.adapters import drawn_adapters
 from tests.laws.serving.kinds import VOCAB, with_few_programs
-from tests.laws.serving.tiny import served, tiny_engine, tiny_model
+from tests.laws.serving.tiny import served, tiny_engine, tiny_model, write_hugging_face
 from tests.marks import slow
 
 NAMES = "one", "two"
@@ -34,9 +30,7 @@ def home(tmp_path_factory) -> Path:
     """A folder with a Hugging Face model base/ and two adapters of other ranks, one/ and two/."""
     home, plain = tmp_path_factory.mktemp("adapters"), tiny_model("keys and values")
     cfg, specs = plain.cfg, plain.definition.specs
-    config = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
-    read = array_source(cfg, plain.params).read
-    export(read, cfg, specs, slots(cfg, specs), home / "base", "float32", extras=config)
+    write_hugging_face(plain, home / "base")
     for rank, name in enumerate(NAMES, 2):
         drawn = drawn_adapters(specs, rank=rank, scale=float(rank))
         write_adapter(home / name, cfg, specs, drawn)

@@ -1,5 +1,7 @@
 """Prompts with images, and those of encoder-decoders, on an engine that has other work."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from mjax.infer.small_engine import completed
 from mjax.infer.whole_prompts import largest_inputs, whole_inputs
 from mjax.models import build, split
 from mjax.models.towers.image_places import Grid
-from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.rules import param_partitions
+from mjax.pipeline.storage import sharded_by_stages
+from mjax.sharding.mesh import make_mesh
+from mjax.sharding.spec import is_spec
 from tests.generation import complete
 from tests.laws.models import test_encoder_decoder as laws_of_t5
 from tests.laws.models import test_llava as laws_of_llava
@@ -76,13 +79,14 @@ def spread(model, sizes):
     definition, params, cfg = model
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(MeshConfig(**dict.fromkeys(AXES, 1) | sizes), devices)
-    places = param_partitions(definition.specs, parallel_of(mesh))
-    places = jax.tree.map(lambda place: jax.NamedSharding(mesh, place), places)
+    on_mesh = functools.partial(sharded_by_stages, mesh=mesh)
+    places = jax.tree.map(on_mesh, definition.specs, is_leaf=is_spec)
     return definition, jax.device_put(params, places), cfg
 
 
 CASES = [(llava, {}), (encoder_decoder, {}), (llava, {"dp": 2, "tp": 2})]
 CASES += [(encoder_decoder, {"dp": 2, "tp": 2}), (qwen_vl, {}), (qwen_vl, {"dp": 2, "tp": 2})]
+CASES += [(encoder_decoder, {"pp": 2}), (llava, {"pp": 2})]
 
 
 @slow
