@@ -448,7 +448,7 @@ def test_torch_is_not_needed(tmp_path):
     code = """
         import sys
         sys.modules["torch"] = sys.modules["megatron"] = None  # importing either raises
-        from mjax.interop.megatron.torch_dist import open_torch_dist
+        from mjax.interop.megatron.stored.torch_dist import open_torch_dist
         store = open_torch_dist(sys.argv[1])
         x = store.read("output_layer.weight", (slice(3, 5), slice(0, 24)))
         print(store.common["args"].num_layers, x.view(store.dtype("output_layer.weight")).sum())

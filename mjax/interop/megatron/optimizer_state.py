@@ -14,7 +14,7 @@ from mjax.checkpoint.base.source import Path, Source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.parameters import source_of_store
-from mjax.interop.megatron.torch_dist import TorchDist
+from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")

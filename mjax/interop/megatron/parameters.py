@@ -29,7 +29,7 @@ from mjax.interop.megatron.parameter_names import (
     named_in_layer,
     named_in_model,
 )
-from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
+from mjax.interop.megatron.stored.torch_dist import TorchDist, open_torch_dist
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 

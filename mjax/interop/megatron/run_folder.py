@@ -14,7 +14,7 @@ from mjax.interop.megatron.optimizer_state import iteration_of, optimizer_state
 from mjax.interop.megatron.parameters import config_of_store, megatron_source
 from mjax.interop.megatron.run_arguments import run_config, schedule_of_state, skipped_by
 from mjax.interop.megatron.saved_arguments import Args
-from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
+from mjax.interop.megatron.stored.torch_dist import TorchDist, open_torch_dist
 from mjax.models import definition_of
 from mjax.optim.schedule import consumed_samples
 

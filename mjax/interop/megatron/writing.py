@@ -32,8 +32,8 @@ from mjax.interop.megatron.parameters import (
     options_of,
     place_of,
 )
-from mjax.interop.megatron.torch_dist import open_torch_dist
-from mjax.interop.megatron.torch_pickle import (
+from mjax.interop.megatron.stored.torch_dist import open_torch_dist
+from mjax.interop.megatron.stored.torch_pickle import (
     Instance,
     archive,
     metadata_file,

@@ -13,9 +13,10 @@ from mjax.checkpoint.base.stored import StoredArrays
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config import Config
 from mjax.errors import UserError
-from mjax.interop.megatron import data_files, torch_pickle, writing
+from mjax.interop.megatron import data_files, writing
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.run_folder import import_run
+from mjax.interop.megatron.stored import torch_pickle
 from mjax.interop.megatron.writing import export_torch_dist
 from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.interop.megatron.written_run import run_to_write

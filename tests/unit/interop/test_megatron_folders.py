@@ -13,10 +13,10 @@ from flax import nnx
 from mjax.checkpoint.base.source import array_source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.megatron import torch_pickle
 from mjax.interop.megatron.parameters import megatron_source
 from mjax.interop.megatron.run_arguments import FLAGS
 from mjax.interop.megatron.run_folder import import_run
+from mjax.interop.megatron.stored import torch_pickle
 from mjax.interop.megatron.writing import export_torch_dist
 from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.models import build, split

@@ -24,6 +24,14 @@ import ml_dtypes
 import numpy as np
 
 from mjax.errors import UserError, or_user_error
+from mjax.interop.megatron.stored.quantized import (
+    MAKERS,
+    Dequantized,
+    Quantized,
+    StoredTensor,
+    UnknownForm,
+    maker_of,
+)
 from mjax.json_file import parse_json
 
 _CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
@@ -33,6 +41,7 @@ _STORAGES = {
     "HalfStorage": np.dtype(np.float16),
     "DoubleStorage": np.dtype(np.float64),
 }
+_BYTES = {"ByteStorage": np.dtype(np.uint8), "FloatStorage": np.dtype(np.float32)}
 _COMMON_STATE = "common_state/shard_0_1"
 _DAMAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
@@ -117,26 +126,38 @@ class TorchDist:
                 what = f"has {size:,} of {end:,} bytes" if size else "is missing"
                 raise UserError(f"{path} {what}; copy the checkpoint again, whole")
 
-    def _chunk(self, name: str, chunk: TorchChunk) -> np.ndarray:
+    def _chunk(self, name: str, chunk: TorchChunk) -> np.ndarray | Dequantized:
         """The chunk's array, mapped from its file."""
         path = _file_within(self.folder, chunk.file)
         with _damage_named(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
             with path.open("rb") as file:
                 part = _Part(file, chunk.offset, chunk.length)
-                (storage, key), offset, shape, strides = _load_archive(part)
-                place = _first_byte(part, f"/data/{key}")
-            if storage not in _STORAGES:
-                raise UserError(
-                    f"{path}: {name!r} is a {storage}, which is none of {', '.join(_STORAGES)}; "
-                    "save the model in bf16, fp16 or fp32"
-                )
-            dtype = _STORAGES[storage]
-            extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            at = chunk.offset + place + offset * dtype.itemsize
-            flat = np.memmap(path, dtype, "r", at, (extent,))
-            strides = [s * dtype.itemsize for s in strides]
-            whole = np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)
-            return whole.reshape(chunk.shape)
+                stored = _load_archive(part)
+                if isinstance(stored, Quantized):
+                    parts = [_mapped(path, part, x, _BYTES) for x in (stored.data, stored.scales)]
+                    return Dequantized(stored, *parts, chunk.shape)
+                storage = stored[0][0]
+                if storage not in _STORAGES:
+                    raise UserError(
+                        f"{path}: {name!r} is a {storage}, which is none of "
+                        f"{', '.join(_STORAGES)}; save the model in bf16, fp16 or fp32"
+                    )
+                return _mapped(path, part, stored, _STORAGES).reshape(chunk.shape)
+
+
+def _mapped(path: Path, part: "_Part", stored: StoredTensor, kinds: dict) -> np.ndarray:
+    """A tensor of an archive, mapped from its file; `kinds`: dtypes of storages."""
+    (storage, key), offset, shape, strides = stored
+    dtype = kinds[storage]
+    if min((*strides, *shape, offset)) < 0:
+        raise ValueError(f"shape {shape} by strides {strides} from {offset}")
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    at = part.start + _first_byte(part, f"/data/{key}") + offset * dtype.itemsize
+    flat = np.memmap(path, dtype, "r", at, (extent,))
+    strides = [s * dtype.itemsize for s in strides]
+    return np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)
 
 
 def open_torch_dist(path: str | Path) -> TorchDist:
@@ -173,6 +194,8 @@ def _damage_named(failed: str) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except UnknownForm as e:
+        raise UserError(f"{failed}, {e}; save the model in bf16") from e
     except FileNotFoundError as e:
         raise UserError(f"{e.filename} is missing; copy the checkpoint again, whole") from e
     except _DAMAGE as e:
@@ -266,6 +289,8 @@ _KNOWN = {
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor_v2": lambda storage, *where: _tensor_or_number(storage, *where),
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "__builtin__.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
+    "builtins.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
 }
 
 
@@ -286,6 +311,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         known = _KNOWN.get(f"{module}.{name}")
+        if module.startswith("transformer_engine."):
+            known = MAKERS.get(name)
         return known or type(name, (Inert,), {"__module__": module})
 
     def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:
