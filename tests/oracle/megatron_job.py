@@ -133,12 +133,13 @@ def _config(args, job):
     import dataclasses
 
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.heterogeneous import heterogeneous_config
 
-    kind = (
-        MLATransformerConfig
-        if getattr(args, "multi_latent_attention", False)
-        else TransformerConfig
-    )
+    kind = TransformerConfig
+    if getattr(args, "multi_latent_attention", False):
+        kind = MLATransformerConfig
+    if getattr(args, "heterogeneous_layers_config_encoded_json", None):
+        kind = heterogeneous_config.HeterogeneousTransformerConfig
     fields = {f.name for f in dataclasses.fields(kind)}
     values = {
         k: v for k, v in vars(args).items() if k in fields and (v is not None or k == "q_lora_rank")
@@ -176,7 +177,12 @@ def _gpt(args, job):
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = _config(args, job)
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if getattr(args, "heterogeneous_layers_config_encoded_json", None):
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as specs
+
+        spec = specs.get_gpt_heterogeneous_layer_spec(config)
+    else:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     mtp = None
     if getattr(args, "mtp_num_layers", None):
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(

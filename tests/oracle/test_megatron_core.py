@@ -64,6 +64,16 @@ T5 = {
     "group_query_attention": False, "normalization": "LayerNorm", "add_bias_linear": True,
     "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
 }  # fmt: skip
+NO_OP, MATRIX = {"no_op": True}, {"replace_with_linear": True}
+
+
+def blocks(*layers: tuple[dict, dict]) -> str:
+    sizes = {"n_heads_in_group": None}, {"ffn_mult": None}
+    parts = [[size | part for size, part in zip(sizes, layer, strict=True)] for layer in layers]
+    entries = [{"attention": attention, "ffn": ffn} for attention, ffn in parts]
+    return json.dumps({"block_configs": entries})
+
+
 MODELS = {
     "llama": {},
     "experts": EXPERTS,
@@ -88,6 +98,17 @@ MODELS = {
         "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
         "swiglu": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": False,
         "group_query_attention": False, "kv_channels": 4, "bert_binary_head": True,
+    },
+    "heterogeneous": {
+        "num_layers": 6,
+        "heterogeneous_layers_config_encoded_json": blocks(
+            ({"n_heads_in_group": 3}, {"ffn_hidden_size": 40}),
+            (NO_OP, {"ffn_hidden_size": 32}),
+            ({"num_query_groups": 2}, MATRIX),
+            (MATRIX, {"ffn_hidden_size": 32}),
+            ({"n_heads_in_group": 1}, NO_OP),
+            ({"n_heads_in_group": 1}, {"ffn_hidden_size": 24}),
+        ),
     },
     "t5": T5,
     "t5 relative": T5 | {
@@ -140,6 +161,7 @@ def logits(folder: Path, name: str) -> np.ndarray:
     + [("sigmoid", (2, 1, 1), (1, 1, 2)), ("latent experts", (1, 1, 1), (1, 1, 1))]
     + [("mla", (2, 2, 1), (2, 1, 1)), ("mla yarn", (1, 2, 1), (1, 1, 1))]
     + [("mtp", (1, 2, 1), (1, 1, 1)), ("hybrid", (2, 1, 1), (1, 1, 1))]
+    + [("heterogeneous", (2, 2, 1), (1, 1, 1)), ("heterogeneous", (1, 1, 1), (2, 1, 1))]
     + [("bert", (2, 1, 1), (1, 1, 1)), ("t5", (2, 1, 1), (1, 1, 1))]
     + [("t5 relative", (1, 1, 1), (2, 1, 1))],
 )

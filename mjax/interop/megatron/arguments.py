@@ -20,6 +20,7 @@ from mjax.interop.megatron.arguments_of_parts import (
     latent_fields,
     t5_fields,
 )
+from mjax.interop.megatron.heterogeneous import heterogeneous_fields, is_heterogeneous
 from mjax.interop.megatron.saved_arguments import Args
 
 # Must be absent, None, False, 0 or empty.
@@ -29,7 +30,6 @@ OFF = (
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
     "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
     "use_legacy_models", "mtp_use_repeated_layer", "use_mup", "enable_hyper_connections",
-    "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
     "chunk_attention_freq", "moe_router_topk_limited_devices",
     "moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_apply_probs_on_input",
 )  # fmt: skip
@@ -80,6 +80,8 @@ def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") ->
         fields |= latent_fields(args)
     if is_hybrid(args):
         fields |= hybrid_fields(args)
+    if is_heterogeneous(args):
+        fields |= heterogeneous_fields(args)
     if kind == "bert":
         fields |= bert_fields(args)
     if kind == "t5":
@@ -170,7 +172,7 @@ _MARKED = {
 
 def _layer_fields(args: Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
-    if is_hybrid(args):
+    if is_hybrid(args) or is_heterogeneous(args):
         return {}
     n = args.need("num_layers")
     marks = {kind: [False] * n for kind in _MARKED}

@@ -110,6 +110,10 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("mlp", "shared", "up"): (("mlp.shared_experts.linear_fc1.weight",), TRANSPOSED),
     ("mlp", "shared", "down"): (("mlp.shared_experts.linear_fc2.weight",), TRANSPOSED),
     ("mlp", "shared_gate"): (("mlp.shared_experts.gate_weight",), TRANSPOSED),
+    **_rows_of_norm("linear_norm", "self_attention", also="input_layernorm"),
+    ("linear", "weight"): ((_SELF + "weight",), TRANSPOSED),
+    **_rows_of_norm("linear_mlp_norm", "mlp", also="pre_mlp_layernorm"),
+    ("linear_mlp", "weight"): (("mlp.weight",), TRANSPOSED),
     **_rows_of_norm("mamba_norm", _MIXER, also="norm"),
     ("mamba", "inner"): ((_IN,), PAIR.ending(".z", ".x")),
     ("mamba", "bc"): ((_IN,), PAIR.ending(".B", ".C")),
@@ -170,6 +174,12 @@ def layer_prefixes(cfg: ModelConfig) -> list[tuple[str, int, int]]:
 
 def layers_in_stack(cfg: ModelConfig, stack: str) -> list[int]:
     return [layer for layer, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
+
+
+def sizes_at(path: Leaf, cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with the sizes of the layers that a parameter lies in."""
+    layers = layers_in_stack(cfg, path[0])
+    return cfg.of_layer(cfg.layer_kinds[layers[0]]) if layers else cfg
 
 
 def named_in_model(path: Leaf, cfg: ModelConfig) -> Named | None:

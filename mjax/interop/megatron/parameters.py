@@ -28,6 +28,7 @@ from mjax.interop.megatron.parameter_names import (
     layers_in_stack,
     named_in_layer,
     named_in_model,
+    sizes_at,
 )
 from mjax.interop.megatron.stored.torch_dist import TorchDist, open_torch_dist
 from mjax.models import definition_of
@@ -63,6 +64,7 @@ def source_of_store(
     def read(path: Leaf, index: Index) -> np.ndarray:
         spec = specs[path]
         _, layout = place_of(path, cfg)
+        sizes = sizes_at(path, cfg)
         ends = [s.indices(n) for s, n in zip(index, spec.shape, strict=True)]
         box = [slice(first, last) for first, last, _ in ends]
         lead = leading_axes(spec)
@@ -74,7 +76,7 @@ def source_of_store(
         for at in pieces:
             here = tuple(i - s.start for i, s in zip(at, box[:lead], strict=True))
             fetch = _fetcher(store, places[path][at])
-            x = layout.convert(fetch, cfg, spec.shape[lead:], box[lead:])
+            x = layout.convert(fetch, sizes, spec.shape[lead:], box[lead:])
             _copy_by_columns(out[here], x)
         return out.view(kind)
 
@@ -151,7 +153,7 @@ def place_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLay
         named = named_in_layer(path[2:], kind, cfg)
         return _behind(f"mtp.layers.{number}.transformer_layer.", named)
     kind = cfg.layer_kinds[layers_in_stack(cfg, path[0])[0]]
-    return named_in_layer(path[1:], kind, cfg)
+    return named_in_layer(path[1:], kind, sizes_at(path, cfg))
 
 
 def _behind(prefix: str, named: tuple[tuple[str, ...], MegatronLayout]):
@@ -184,7 +186,7 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
 def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> PlacesOfPieces:
     _, layout = place_of(path, cfg)
     lead = leading_axes(spec)
-    shape = layout.shape(cfg, spec.shape[lead:])
+    shape = layout.shape(sizes_at(path, cfg), spec.shape[lead:])
     found = {}
     for at in np.ndindex(spec.shape[:lead]):
         options = options_of(path, spec, cfg, at)

@@ -24,7 +24,7 @@ from mjax.errors import UserError
 from mjax.interop.megatron.data_files import DataFiles, unfinished_folder
 from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
 from mjax.interop.megatron.optimizer_state import optimizer_state, trained_paths
-from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack
+from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack, sizes_at
 from mjax.interop.megatron.parameters import (
     Option,
     leading_axes,
@@ -183,7 +183,7 @@ class _Writer:
                 continue
             _, layout = place_of(path, self.cfg)
             lead = leading_axes(spec)
-            shape = layout.shape(self.cfg, spec.shape[lead:])
+            shape = layout.shape(sizes_at(path, self.cfg), spec.shape[lead:])
             for at in np.ndindex(spec.shape[:lead]):
                 name, places = self._name(path, spec, at)
                 entry, sizes = tuple(i for i, _ in places), tuple(n for _, n in places)
@@ -248,7 +248,8 @@ class _Writer:
             inner = spec.shape[lead:]
             index = (*(slice(i, i + 1) for i in piece.at), *map(slice, inner))
             ours = part.source.read(piece.path, index).reshape(inner)
-            _put_in_place(out, ours, layout, self.cfg, piece)
+            sizes = sizes_at(piece.path, self.cfg)
+            _put_in_place(out, ours, layout, sizes, piece)
         return out
 
 
@@ -265,13 +266,15 @@ _WITH_EXTRA_STATE = tuple(
     f"{name}.weight"
     for name in """linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
     linear_q_up_proj linear_kv_down_proj linear_kv_up_proj linear_q linear_kv fc1_latent_proj
-    fc2_latent_proj eh_proj in_proj out_proj""".split()
+    fc2_latent_proj eh_proj in_proj out_proj self_attention mlp""".split()
 )
 
 
 def _stacks_layers(args: dict) -> bool:
     """Whether Megatron puts equal tensors of all layers into one: as its transformer_block.py."""
-    return args["hybrid_layer_pattern"] is None and not isinstance(args["moe_layer_freq"], list)
+    if args["hybrid_layer_pattern"] is not None or args.get("heterogeneous_block_specs"):
+        return False
+    return not isinstance(args["moe_layer_freq"], list)
 
 
 def _put_in_place(

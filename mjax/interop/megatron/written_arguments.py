@@ -8,6 +8,7 @@ from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.arguments import model_config
+from mjax.interop.megatron.heterogeneous import has_differing_layers, heterogeneous_arguments
 
 _HYBRID_LETTERS = {"mamba": "M", "full": "*", "nope": "*", "mlp": "-", "experts": "E"}
 _NOT_SAID = NOT_ARCHITECTURE | {"layer_pattern", "intermediate_size", "moe.moe_intermediate_size"}
@@ -132,6 +133,8 @@ def _layers_arguments(cfg: ModelConfig) -> dict:
             "mamba_num_groups": mamba.n_groups,
             "mamba_num_heads": mamba.mamba_num_heads,
         }
+    if has_differing_layers(cfg):
+        return found | heterogeneous_arguments(cfg)
     windowed = [int(kind.startswith("window")) for kind in kinds]
     if any(windowed):
         found |= {"window_size": ((cfg.attention.sliding_window or 1) - 1, 0)}
