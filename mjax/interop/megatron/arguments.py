@@ -21,6 +21,7 @@ from mjax.interop.megatron.arguments_of_parts import (
     t5_fields,
 )
 from mjax.interop.megatron.heterogeneous import heterogeneous_fields, is_heterogeneous
+from mjax.interop.megatron.llava import Shapes, llava_fields
 from mjax.interop.megatron.saved_arguments import Args
 
 # Must be absent, None, False, 0 or empty.
@@ -46,10 +47,12 @@ _POSITION_NAMES = {"learned_absolute": "learned"}  # where ours differs
 _NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
-def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") -> ModelConfig:
+def model_config(
+    values: Mapping[str, object], where: str, kind: str = "gpt", shapes: Shapes | None = None
+) -> ModelConfig:
     """The model of saved arguments; `UserError` names the argument that stands against it.
 
-    `kind`: gpt (hybrids, too), bert or t5.
+    `kind`: gpt (hybrids, too), bert, t5 or llava. shapes: of a llava's tensors.
     """
     args = Args(values, where)
     dense = not args("num_experts")
@@ -88,6 +91,8 @@ def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") ->
         fields |= t5_fields(args)
     elif args("position_embedding_type") == "relative":
         raise args.refuse("position_embedding_type", "is T5's alone")
+    if kind == "llava":
+        fields |= llava_fields(args, fields, shapes or {})
     wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
     return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 

@@ -35,6 +35,8 @@ class OptimizerState:
 
 def optimizer_state(store: TorchDist, cfg: ModelConfig, model: Source) -> OptimizerState:
     """The state of the optimizer in a checkpoint; `UserError` where it has none by parameter."""
+    if store.weights_alone:
+        raise UserError(f"{store.folder}: {store.weights_alone}, or leave out --with-optimizer")
     by_word: dict[str, dict] = {}
     for name, tensor in store.tensors.items():
         if _BUCKETS.match(name):

@@ -30,7 +30,8 @@ from mjax.interop.megatron.parameter_names import (
     named_in_model,
     sizes_at,
 )
-from mjax.interop.megatron.stored.torch_dist import TorchDist, open_torch_dist
+from mjax.interop.megatron.stored.opening import open_checkpoint
+from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
@@ -46,7 +47,7 @@ _NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError
 
 def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
-    store = open_torch_dist(folder)
+    store = open_checkpoint(folder)
     cfg = config_of_store(store)
     return source_of_store(store, cfg, lambda: _check_tensors(store, cfg, places_of(store, cfg)))
 
@@ -94,7 +95,8 @@ def config_of_store(store: TorchDist) -> ModelConfig:
     """The model that the saved arguments describe."""
     values, kind = vars(store.arguments()), _kind_of_model(store)
     try:
-        cfg = model_config(values, store.where_common, kind)
+        shapes = {name: tensor.shape for name, tensor in store.tensors.items()}
+        cfg = model_config(values, store.where_common, kind, shapes)
         places_of(store, cfg)
     except UserError:
         raise
@@ -107,7 +109,9 @@ def config_of_store(store: TorchDist) -> ModelConfig:
 
 
 def _kind_of_model(store: TorchDist) -> str:
-    """gpt, bert or t5: the arguments do not say which script wrote them, the tensors do."""
+    """Kind of model that the tensors say; arguments do not say which script wrote them."""
+    if any(name.startswith("vision_model.") for name in store.tensors):
+        return "llava"
     if not any(name.startswith("encoder.layers.") for name in store.tensors):
         return "gpt"
     return "t5" if any(name.startswith("decoder.layers.") for name in store.tensors) else "bert"
@@ -170,7 +174,7 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
     """The names that the piece `at` of a parameter may have."""
     names, _ = place_of(path, cfg)
     options: list[Option] = [(name, ()) for name in names]
-    if spec.axes[:1] == ("layers",):
+    if spec.axes[:1] == ("layers",) and named_in_model(path, cfg) is None:
         layer = layers_in_stack(cfg, path[0])[at[0]]
         prefix, number, count = layer_prefixes(cfg)[layer]
         options = [(f"{prefix}{number}.{name}", ()) for name in names]

@@ -23,6 +23,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.data_files import DataFiles, unfinished_folder
 from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
+from mjax.interop.megatron.llava import is_llava
 from mjax.interop.megatron.optimizer_state import optimizer_state, trained_paths
 from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack, sizes_at
 from mjax.interop.megatron.parameters import (
@@ -157,7 +158,8 @@ class _Writer:
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
         heads = [one for one in self.twins if one.endswith("output_layer.")]
-        for head in ("output_layer.", *heads):
+        own = "language_model.output_layer." if is_llava(self.cfg) else "output_layer."
+        for head in (own, *heads):
             self._write_extra_states(f"{head}weight", ())
         folder = self.files.folder
         (folder / "common.pt").write_bytes(archive(common))
@@ -201,7 +203,8 @@ class _Writer:
         options = options_of(path, spec, self.cfg, at)
         names, _ = place_of(path, self.cfg)
         of_layer = spec.axes[:1] == ("layers",)
-        first = len(names) if of_layer and _stacks_layers(self.args) else 0
+        numbered = of_layer and len(options) > len(names)
+        first = len(names) if numbered and _stacks_layers(self.args) else 0
         last = first + len(names)
         group = options[first:last]
         return group[-1] if self._is_plain_norm(path) else group[0]
@@ -212,6 +215,8 @@ class _Writer:
             return False
         if path[:1] == ("final_norm",):
             return self.args["hybrid_layer_pattern"] is not None
+        if is_llava(self.cfg) and not self._is_te():
+            return True
         layer = (layers_in_stack(self.cfg, path[0]) or [-1])[0]
         kind = self.cfg.layer_kinds[layer]
         if not self._is_te():

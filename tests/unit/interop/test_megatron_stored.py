@@ -1,6 +1,7 @@
 """How Megatron-LM's files hold tensors: in 8 bits, in files by rank; damage is one line."""
 
 import io
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from flax import nnx
 from mjax.checkpoint.base.source import array_source, flat
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.megatron.optimizer_state import optimizer_state
 from mjax.interop.megatron.parameters import megatron_source
+from mjax.interop.megatron.run_folder import import_run
 from mjax.interop.megatron.stored import torch_pickle as tp
+from mjax.interop.megatron.stored.opening import open_checkpoint
 from mjax.interop.megatron.stored.torch_dist import open_torch_dist
 from mjax.interop.megatron.writing import export_torch_dist
+from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.models import build, split
 
 CFG = ModelConfig(vocab_size=64, vocab_multiple=64, hidden_size=64, num_hidden_layers=2)
@@ -224,3 +229,173 @@ def test_hostile_tensors_are_one_line(written, tmp_path, monkeypatch, name):
             source.read(path, tuple(map(slice, spec.shape)))
     assert "\n" not in str(error.value) and "distcp" in str(error.value)
     assert not (tmp_path / "bomb_ran").exists()
+
+
+# ---- files by rank ------------------------------------------------------------------------------
+
+ROWS = "word_embeddings output_layer linear_qkv linear_fc1".split()
+COLUMNS = "linear_proj linear_fc2".split()
+
+
+def whole_tensors(written: Path) -> dict[str, np.ndarray]:
+    """All tensors, those of layers under the layer's number."""
+    store, found = open_torch_dist(written), {}
+    for name, tensor in store.tensors.items():
+        x = store.read(name, tuple(map(slice, [0] * len(tensor.shape), tensor.shape)))
+        x, rest = x.view(np.float32), name.removeprefix("decoder.layers.")
+        layers = {f"decoder.layers.{i}.{rest}": x[i] for i in range(2)}
+        found |= {name: x} if rest == name else layers
+    return found
+
+
+def of_rank(name: str, x: np.ndarray, rank: int) -> np.ndarray:
+    """What a rank of two has of a tensor."""
+    module = name.split(".")[-2]
+    if module == "linear_fc1" and x.ndim == 2 and "norm" not in name:
+        return np.concatenate([half[: len(half) // 2] if not rank else half[len(half) // 2 :]
+                               for half in np.split(x, 2)])  # fmt: skip
+    if name.endswith(".weight") and module in ROWS + COLUMNS:
+        return np.split(x, 2, axis=int(module in COLUMNS))[rank]
+    return x
+
+
+def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Path:
+    """The model as ranks of tp 2 and pp 2 save it."""
+    axes = {f"{axis}_model_parallel_size": 2 for axis in ("tensor", "pipeline")}
+    args = megatron_arguments(CFG, "local") | axes | (sizes or {})
+    for tensor, stage in np.ndindex(2, 2):
+        archive, model = Archive(), {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
+        for name, x in whole_tensors(written).items():
+            last = name.startswith(("output_layer", "decoder.final")) or ".layers.1." in name
+            if last == bool(stage):
+                own = name.replace(".layers.1.", ".layers.0.")
+                model[own] = archive.tensor(of_rank(name, x, tensor))
+        state = {"args": tp.namespace(args), "iteration": 3, "model": model} | changes
+        file = to / f"iter_0000003/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(archive.bytes_of({k: v for k, v in state.items() if v is not None}))
+    (to / "latest_checkpointed_iteration.txt").write_text("3")
+    return to
+
+
+def assert_equal_to(written: Path, source) -> None:
+    source.check()
+    truth = megatron_source(written)
+    for path, spec in flat(split(build(CFG, nnx.Rngs(0)))[1]).items():
+        box = tuple(map(slice, spec.shape))
+        np.testing.assert_array_equal(source.read(path, box), truth.read(path, box), str(path))
+
+
+def test_files_by_rank_are_one_model(written, tmp_path):
+    folder = by_rank(written, tmp_path)
+    assert_equal_to(written, megatron_source(folder))
+    with pytest.raises(UserError, match="numbers the optimizer's state by rank; convert it"):
+        import_run(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def first_file(folder: Path) -> Path:
+    return folder / "iter_0000003/mp_rank_00_000/model_optim_rng.pt"
+
+
+def without_a_rank(folder: Path) -> None:
+    shutil.rmtree(folder / "iter_0000003/mp_rank_01_001")
+
+
+def halved(folder: Path) -> None:
+    content = first_file(folder).read_bytes()
+    first_file(folder).write_bytes(content[: len(content) // 2])
+
+
+BOMB = tp.CallOf(tp.TorchName("os", "system"), ("touch bomb_ran",))
+RANKS = {
+    "a rank is missing": ({}, without_a_rank, "has 3 folders mp_rank_"),
+    "half a file": ({}, halved, "cannot read it"),
+    "an empty file": ({}, lambda c: first_file(c).write_bytes(b""), "cannot read it"),
+    "no args": ({"args": None}, None, "holds no `args`"),
+    "more ranks": ({"sizes": {"tensor_model_parallel_size": 4}}, None, "has 4 folders mp_rank_"),
+    "ranks as text": ({"sizes": {"tensor_model_parallel_size": "2"}}, None, "no number of ranks"),
+    "other experts' tp": (
+        {"sizes": {"num_experts": 4, "expert_tensor_parallel_size": 3}}, None, "neither 1 nor tp",
+    ),
+    "a model before the core": ({"model": {"language_model": {}}}, None, "before its core"),
+    "a model that is a list": ({"model": [1]}, None, "before its core"),
+    "no tensors": ({"model": {}}, None, "is missing"),
+    "more layers": ({"sizes": {"num_layers": 5}}, None, "is missing"),
+    "a function": ({"model": BOMB}, None, "before its core"),
+    "a function beside": ({"rng_state": BOMB, "model": {"x": BOMB}}, None, "is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 4)) for i, n in enumerate(RANKS)]
+)
+def test_damaged_ranks_are_one_line(written, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    changes, damage, words = RANKS[name]
+    folder = by_rank(written, tmp_path / "c", **changes)
+    if damage:
+        damage(folder)
+    with pytest.raises(UserError, match=words) as error:
+        megatron_source(folder).check()
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "bomb_ran").exists()
+
+
+# ---- Megatron-FSDP ------------------------------------------------------------------------------
+
+
+def of_fsdp(written: Path, to: Path, **sizes) -> Path:
+    """The nested state of torch's distributed checkpoint, names joined by dots."""
+    args = megatron_arguments(CFG, "local") | {"ckpt_format": "fsdp_dtensor"} | sizes
+    data, entries, places = b"", {}, []
+    objects = {"args": tp.namespace(args), "iteration": 3, "rng_state.0": BOMB}
+    objects["optimizer.param_groups"] = [{"lr": 1e-3, "step": 5}]
+    objects["opt_param_scheduler.num_steps"] = 24
+    for name, value in objects.items():
+        content = tp.archive(value)
+        entries[name] = tp.object_metadata()
+        places.append((name, None, "__0_0.distcp", len(data), len(content)))
+        data += content
+    for name, x in whole_tensors(written).items():
+        halves = zip(("_w", "_v"), np.split(x, 2), strict=True)
+        is_up = name.endswith("linear_fc1.weight")
+        for end, part in halves if is_up else [("", x)]:
+            wrapped = f"module.module.{name}{end}"
+            names = [f"model.{wrapped}"]
+            names += [f"optimizer.state.{wrapped}.{word}" for word in ("exp_avg", "exp_avg_sq")]
+            for factor, own in enumerate(names, 1):
+                cut, chunks = max(1, len(part) // 3), []
+                for start in range(0, len(part), cut):  # of uneven parts of rows
+                    rows = part[start : start + cut] * np.float32(factor)
+                    at, content = (start, *[0] * (x.ndim - 1)), plain(own, rows)
+                    chunks.append((at, rows.shape))
+                    places.append((own, at, "__0_0.distcp", len(data), len(content)))
+                    data += content
+                entries[own] = tp.tensor_metadata(part.dtype, part.shape, chunks)
+    to.mkdir()
+    (to / "__0_0.distcp").write_bytes(data)
+    (to / ".metadata").write_bytes(tp.metadata_file(entries, places))
+    return to
+
+
+def test_the_state_of_megatron_fsdp_is_read(written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = of_fsdp(written, tmp_path / "c")
+    model = megatron_source(folder)
+    assert_equal_to(written, model)
+    state = optimizer_state(open_checkpoint(folder), CFG, model)
+    box = slice(3, 6), slice(0, 64)
+    assert state.steps == 5
+    for source, factor in ((state.masters, 1), (state.mu, 2), (state.nu, 3)):
+        want = model.read(("head",), box) * np.float32(factor)
+        np.testing.assert_array_equal(source.read(("head",), box), want)
+    assert not (tmp_path / "bomb_ran").exists()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ckpt_format": "torch_dcp"}, {"pipeline_model_parallel_size": 2}]
+)
+def test_other_states_of_torch_are_refused_by_name(written, tmp_path, sizes):
+    with pytest.raises(UserError, match="format torch_dcp, a pipeline, or a save.*convert it with"):
+        megatron_source(of_fsdp(written, tmp_path / "c", **sizes))

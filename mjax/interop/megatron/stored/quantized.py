@@ -102,16 +102,15 @@ def _by_squares(shape, data, scales, _, __, number, dtype, quantizer, is_square,
     return _quantized(data, scales, number, dtype, block=_SQUARE)
 
 
-# What unpickling calls, by the class and by the name of the function in newer versions.
 _BY_CLASS = {
     "Float8Tensor": _whole,
     "MXFP8Tensor": _by_rows,
     "Float8BlockwiseQTensor": _by_squares,
 }
-MAKERS = {
-    "_make_float8_tensor_in_reduce_ex": _whole,
-    "_make_mxfp8_tensor_in_reduce_ex": _by_rows,
-    "_make_float8_blockwise_tensor_in_reduce_ex": _by_squares,
+_MODULES = "float8_tensor", "mxfp8_tensor", "float8_blockwise_tensor"
+MAKERS = {  # by the names of newer versions
+    f"_make_{module}_in_reduce_ex": make
+    for module, make in zip(_MODULES, _BY_CLASS.values(), strict=True)
 }
 
 

@@ -9,55 +9,43 @@ Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serial
 """
 
 import argparse
-import collections
-import contextlib
-import io
-import pickle
-import re
-import struct
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from mjax.errors import UserError, or_user_error
-from mjax.interop.megatron.stored.quantized import (
-    MAKERS,
-    Dequantized,
-    Quantized,
-    StoredTensor,
-    UnknownForm,
-    maker_of,
+from mjax.interop.megatron.stored.archives import (
+    FilePart,
+    Inert,
+    MappedTensor,
+    damage_named,
+    load_archive,
+    mapped_tensor,
+    storage_places,
+    unpickled,
 )
+from mjax.interop.megatron.stored.quantized import Dequantized
 from mjax.json_file import parse_json
 
-_CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
-_STORAGES = {
-    "FloatStorage": np.dtype(np.float32),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "HalfStorage": np.dtype(np.float16),
-    "DoubleStorage": np.dtype(np.float64),
-}
-_BYTES = {"ByteStorage": np.dtype(np.uint8), "FloatStorage": np.dtype(np.float32)}
+CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
 _COMMON_STATE = "common_state/shard_0_1"
-_DAMAGE = (
-    pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
-    TypeError, ValueError, OSError, struct.error,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TorchChunk:
-    """A box of a tensor and the bytes of the file that hold its archive."""
+    """A box of a tensor and the bytes of the file that hold its archive.
+
+    place: where it lies, for an archive of many tensors. first: its first row there.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
     offset: int
     length: int
+    place: MappedTensor | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,12 +56,16 @@ class TorchTensor:
 
 @dataclass(frozen=True)
 class TorchDist:
-    """An opened folder: names and places of its tensors (objects left out) and its arguments."""
+    """An opened folder: names and places of its tensors (objects left out) and its arguments.
+
+    weights_alone: why its optimizer cannot be read; empty: it can.
+    """
 
     folder: Path
     tensors: dict[str, TorchTensor]
     common: dict
     name_of_common: str = "common.pt"
+    weights_alone: str = ""
 
     @property
     def where_common(self) -> str:
@@ -101,7 +93,8 @@ class TorchDist:
             high = [min(s.stop, end) for s, end in zip(box, ends, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 mine = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-                its = (slice(a - o, b - o) for a, b, o in zip(low, high, chunk.start, strict=True))
+                origin = [chunk.start[0] - chunk.first, *chunk.start[1:]]
+                its = (slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                 out[mine] = self._chunk(name, chunk)[tuple(its)].view(out.dtype)
                 filled += out[mine].size
         if filled != out.size:
@@ -120,7 +113,7 @@ class TorchDist:
         for chunk in (c for name in sorted(names) for c in self.tensors[name].chunks):
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         for file, end in ends.items():
-            path = _file_within(self.folder, file)
+            path = file_within(self.folder, file)
             size = path.stat().st_size if path.is_file() else 0
             if size < end:
                 what = f"has {size:,} of {end:,} bytes" if size else "is missing"
@@ -128,81 +121,48 @@ class TorchDist:
 
     def _chunk(self, name: str, chunk: TorchChunk) -> np.ndarray | Dequantized:
         """The chunk's array, mapped from its file."""
-        path = _file_within(self.folder, chunk.file)
-        with _damage_named(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
+        path = file_within(self.folder, chunk.file)
+        with damage_named(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
+            if chunk.place is not None:
+                return chunk.place.array(path)
             with path.open("rb") as file:
-                part = _Part(file, chunk.offset, chunk.length)
-                stored = _load_archive(part)
-                if isinstance(stored, Quantized):
-                    parts = [_mapped(path, part, x, _BYTES) for x in (stored.data, stored.scales)]
-                    return Dequantized(stored, *parts, chunk.shape)
-                storage = stored[0][0]
-                if storage not in _STORAGES:
-                    raise UserError(
-                        f"{path}: {name!r} is a {storage}, which is none of "
-                        f"{', '.join(_STORAGES)}; save the model in bf16, fp16 or fp32"
-                    )
-                return _mapped(path, part, stored, _STORAGES).reshape(chunk.shape)
-
-
-def _mapped(path: Path, part: "_Part", stored: StoredTensor, kinds: dict) -> np.ndarray:
-    """A tensor of an archive, mapped from its file; `kinds`: dtypes of storages."""
-    (storage, key), offset, shape, strides = stored
-    dtype = kinds[storage]
-    if min((*strides, *shape, offset)) < 0:
-        raise ValueError(f"shape {shape} by strides {strides} from {offset}")
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    at = part.start + _first_byte(part, f"/data/{key}") + offset * dtype.itemsize
-    flat = np.memmap(path, dtype, "r", at, (extent,))
-    strides = [s * dtype.itemsize for s in strides]
-    return np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)
+                part = FilePart(file, chunk.offset, chunk.length)
+                place = mapped_tensor(load_archive(part), storage_places(part))
+            return place.array(path, chunk.shape)
 
 
 def open_torch_dist(path: str | Path) -> TorchDist:
     """Open a run folder (its latest iteration) or one iteration's folder. Reads no tensor."""
-    folder = _iteration_folder(Path(path))
+    folder = iteration_folder(Path(path))
     _check_format(folder)
-    with _damage_named(f"{folder}: cannot read common.pt or .metadata"):
-        with (folder / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
-        tensors = _tensors(metadata)
+    with damage_named(f"{folder}: cannot read common.pt or .metadata"):
+        metadata = read_metadata(folder)
+        tensors = tensors_of(metadata)
         own = [i for i in metadata.storage_data if i.fqn == _COMMON_STATE]
         if own and not (folder / "common.pt").exists():
             place = metadata.storage_data[own[0]]
             name = str(place.relative_path)
-            with _file_within(folder, name).open("rb") as file:
-                (common,) = _load_archive(_Part(file, place.offset, place.length))
+            with file_within(folder, name).open("rb") as file:
+                (common,) = load_archive(FilePart(file, place.offset, place.length))
             return TorchDist(folder, tensors, common, f"{name} (common_state)")
         with (folder / "common.pt").open("rb") as file:
-            common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
+            common = load_archive(FilePart(file, 0, (folder / "common.pt").stat().st_size))
         return TorchDist(folder, tensors, common)
 
 
-def _file_within(folder: Path, name: str) -> Path:
+def read_metadata(folder: Path) -> Inert:
+    with (folder / ".metadata").open("rb") as file:
+        return unpickled(file)
+
+
+def file_within(folder: Path, name: str) -> Path:
     """A data file; `UserError` for a name that leads out of the folder."""
-    if Path(name).name != name:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"{folder}: .metadata names the file {name!r} outside the folder; refused")
     return folder / name
 
 
-@contextlib.contextmanager
-def _damage_named(failed: str) -> Iterator[None]:
-    """Turn the errors that damage raises into one line that says what `failed`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except UnknownForm as e:
-        raise UserError(f"{failed}, {e}; save the model in bf16") from e
-    except FileNotFoundError as e:
-        raise UserError(f"{e.filename} is missing; copy the checkpoint again, whole") from e
-    except _DAMAGE as e:
-        raise UserError(f"{failed} ({type(e).__name__}: {e}); copy the checkpoint again") from e
-
-
-def _iteration_folder(path: Path) -> Path:
+def iteration_folder(path: Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give a Megatron-LM run or iter_NNNNNNN folder")
     tracker = path / "latest_checkpointed_iteration.txt"
@@ -221,24 +181,17 @@ def _check_format(folder: Path) -> None:
     """`UserError` unless the folder is a committed torch_dist checkpoint."""
     file = folder / "metadata.json"
     if not file.exists():
-        if any(folder.glob("mp_rank_*")):
-            what = f"has Megatron's legacy format 'torch'; {_CONVERT}"
-        elif (folder / ".metadata").exists():
-            what = (
-                "has .metadata but no metadata.json: format torch_dcp or fsdp_dtensor, or a save "
-                f"that never finished; {_CONVERT}, or take another iteration"
-            )
-        else:
-            what = "has no metadata.json; give a Megatron-LM run or iter_NNNNNNN folder"
-        raise UserError(f"{folder} {what}")
+        raise UserError(
+            f"{folder} has no metadata.json; give a Megatron-LM run or iter_NNNNNNN folder"
+        )
     wrong = f"{file} names no sharded_backend; copy the checkpoint again"
     with or_user_error(wrong, (ValueError, KeyError, TypeError)):
         found = parse_json(file.read_text())["sharded_backend"]
     if found != "torch_dist":
-        raise UserError(f"{file}: the format is {found!r}, not 'torch_dist'; {_CONVERT}")
+        raise UserError(f"{file}: the format is {found!r}, not 'torch_dist'; {CONVERT}")
 
 
-def _tensors(metadata: "Inert") -> dict[str, TorchTensor]:
+def tensors_of(metadata: Inert) -> dict[str, TorchTensor]:
     """`.metadata` as plain data. Entries without chunks are pickled objects: left out."""
     starts = ((i, getattr(i, "offset", None) or ()) for i in metadata.storage_data)  # None: absent
     places = {(i.fqn, tuple(start)): metadata.storage_data[i] for i, start in starts}
@@ -254,117 +207,3 @@ def _tensors(metadata: "Inert") -> dict[str, TorchTensor]:
         if chunks:
             tensors[name] = TorchTensor(tuple(entry.size), tuple(chunks))
     return tensors
-
-
-class Inert:
-    """Stands for an object of a class that is not imported: its arguments and state, no code."""
-
-    def __new__(cls, *args, **kwargs):
-        made = object.__new__(cls)
-        made.args = args
-        return made
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __setstate__(self, state):
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-    def __setitem__(self, key, value):
-        pass
-
-    def append(self, value):
-        pass
-
-    def extend(self, values):
-        pass
-
-    def __repr__(self) -> str:
-        return f"{type(self).__module__}.{type(self).__name__}{self.args}"
-
-
-_KNOWN = {
-    "argparse.Namespace": argparse.Namespace,
-    "collections.OrderedDict": collections.OrderedDict,
-    "torch.Size": tuple,
-    "torch._utils._rebuild_tensor_v2": lambda storage, *where: _tensor_or_number(storage, *where),
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "__builtin__.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
-    "builtins.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
-}
-
-
-def _tensor_or_number(storage, *where):
-    """A tensor as ((storage, key), offset, shape, strides); one without axes as its number."""
-    *named, content = storage
-    if where[1] == () and where[0] == 0 and content is not None and named[0] in _STORAGES:
-        return float(np.frombuffer(content, _STORAGES[named[0]])[0])
-    return tuple(named), *where[:3]
-
-
-class _Unpickler(pickle.Unpickler):
-    """`content(key)`: the bytes of a storage of the archive, None if they are long."""
-
-    def __init__(self, file, content=lambda key: None):
-        super().__init__(file)
-        self.content = content
-
-    def find_class(self, module: str, name: str):
-        known = _KNOWN.get(f"{module}.{name}")
-        if module.startswith("transformer_engine."):
-            known = MAKERS.get(name)
-        return known or type(name, (Inert,), {"__module__": module})
-
-    def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:
-        """Class, key and, if short, content of a tensor's storage."""
-        return pid[1].__name__, pid[2], self.content(pid[2])
-
-
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, file, start: int, size: int):
-        self.file, self.start, self.size, self.at = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, self.size)[whence]
-        return self.at
-
-    def readinto(self, buffer) -> int:
-        self.file.seek(self.start + self.at)
-        n = self.file.readinto(memoryview(buffer)[: max(self.size - self.at, 0)])
-        self.at += n
-        return n
-
-
-def _load_archive(part: _Part):
-    """The object of a torch archive; tensors come as ((storage, key), offset, shape, strides)."""
-    with zipfile.ZipFile(part) as archive:
-        (name,) = (n for n in archive.namelist() if re.fullmatch(r"[^/]+/data\.pkl", n))
-        order = name.replace("data.pkl", "byteorder")
-        if order in archive.namelist() and archive.read(order) != b"little":
-            raise UserError(
-                f"{part.file.name}: big-endian tensors; save on a little-endian machine"
-            )
-
-        def content(key: str) -> bytes | None:
-            info = archive.getinfo(name.replace("data.pkl", f"data/{key}"))
-            return archive.read(info) if info.file_size <= 8 else None
-
-        return _Unpickler(io.BytesIO(archive.read(name)), content).load()
-
-
-def _first_byte(part: _Part, suffix: str) -> int:
-    """Offset of the bytes of the archive's one file with this suffix; torch never compresses."""
-    with zipfile.ZipFile(part) as archive:
-        (info,) = (i for i in archive.infolist() if i.filename.endswith(suffix))
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise zipfile.BadZipFile("the tensor is compressed")
-    part.seek(info.header_offset + 26)
-    return info.header_offset + 30 + sum(struct.unpack("<HH", part.read(4)))
