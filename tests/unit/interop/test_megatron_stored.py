@@ -397,5 +397,5 @@ def test_the_state_of_megatron_fsdp_is_read(written, tmp_path, monkeypatch):
     "sizes", [{"ckpt_format": "torch_dcp"}, {"pipeline_model_parallel_size": 2}]
 )
 def test_other_states_of_torch_are_refused_by_name(written, tmp_path, sizes):
-    with pytest.raises(UserError, match="format torch_dcp, a pipeline, or a save.*convert it with"):
+    with pytest.raises(UserError, match="torch_dcp, fsdp_dtensor with a pipeline.*convert it with"):
         megatron_source(of_fsdp(written, tmp_path / "c", **sizes))

@@ -44,16 +44,14 @@ def _open_fsdp(folder: Path) -> TorchDist:
         metadata = read_metadata(folder)
         tensors = {_name_of_wrapped(name): x for name, x in tensors_of(metadata).items()}
         common = _objects(folder, metadata)
-    store = TorchDist(folder, tensors, common, "args")
-    args = store.arguments()
-    kind = getattr(args, "ckpt_format", None)
-    if kind != "fsdp_dtensor" or (getattr(args, "pipeline_model_parallel_size", 1) or 1) != 1:
+    args = common.get("args")
+    is_fsdp = getattr(args, "ckpt_format", None) == "fsdp_dtensor"
+    if not is_fsdp or (getattr(args, "pipeline_model_parallel_size", 1) or 1) != 1:
         raise UserError(
-            f"{folder} has .metadata but no metadata.json, and args.ckpt_format={kind!r}: format "
-            f"torch_dcp, a pipeline, or a save that never finished; {CONVERT}, or take another "
-            "iteration"
+            f"{folder} has .metadata but no metadata.json: format torch_dcp, fsdp_dtensor with a "
+            f"pipeline, or a save that never finished; {CONVERT}, or take another iteration"
         )
-    return store
+    return TorchDist(folder, tensors, common, "args")
 
 
 def _objects(folder: Path, metadata: Inert) -> dict:
