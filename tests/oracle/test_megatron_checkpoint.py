@@ -430,6 +430,10 @@ def test_weights_in_8_bits_are_those_of_torchs_own_pickle(tmp_path, monkeypatch)
             made.bits = (x / made.scale).to(torch.float8_e4m3fn).view(torch.uint8)
             return made
 
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} of a class that is stored alone")
+
         def detach(self):
             return self
 
@@ -450,6 +454,9 @@ def test_weights_in_8_bits_are_those_of_torchs_own_pickle(tmp_path, monkeypatch)
         made.__module__, made.__qualname__ = module.__name__, made.__name__
         setattr(module, made.__name__, made)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for end in (1, 2, 3):
+        parent = ".".join(name.split(".")[:end])
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     plain, stored = Sharded.__get_tensor_shard__, []
 
     def shard(self, index):
