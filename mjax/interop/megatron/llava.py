@@ -20,13 +20,13 @@ _PROJECTOR = "projector"
 _MOST_LAYERS = 10_000
 _PIXELS = "vision_model.conv1.weight"
 _UP = re.compile(r"vision_model\.decoder\.layers\.(\d+\.)?mlp\.linear_fc1\.weight")
-_OFF = "use_tiling", "use_tile_tags", "dynamic_resolution", "conv_merging", "num_frames"
+_OFF = "use_tiling", "use_tile_tags", "dynamic_resolution", "conv_merging"
 
 
 def llava_fields(args: Args, fields: dict, shapes: Shapes) -> dict:
     """Keys of a model whose language model has the keys `fields`."""
     for name in _OFF:
-        if args(name) not in (None, False, 0, 1):
+        if args(name):
             raise args.refuse(name)
     if args("vision_model_type", "clip") != "clip":
         raise args.refuse("vision_model_type", "is not clip, the only tower that is read")

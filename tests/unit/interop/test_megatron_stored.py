@@ -38,6 +38,12 @@ def written(tmp_path_factory) -> Path:
     return out / "release"
 
 
+def often(names: dict, count: int) -> list:
+    """The first of these cases, and the others as slow ones."""
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=[slow] * (i >= count)) for i, n in enumerate(names)]
+
+
 # ---- archives by hand ---------------------------------------------------------------------------
 
 
@@ -171,7 +177,7 @@ def in_8_bits(form):
     return content
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", often(FORMS, 1))
 def test_values_in_8_bits_are_read(written, tmp_path, form):
     source = megatron_source(rewritten(written, tmp_path, in_8_bits(FORMS[form])))
     source.check()
@@ -218,7 +224,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", often(WRONG, 3))
 def test_hostile_tensors_are_one_line(written, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     form, words = WRONG[name]
@@ -327,9 +333,7 @@ RANKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 4)) for i, n in enumerate(RANKS)]
-)
+@pytest.mark.parametrize("name", often(RANKS, 3))
 def test_damaged_ranks_are_one_line(written, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     changes, damage, words = RANKS[name]
