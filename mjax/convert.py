@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     source = into.add_mutually_exclusive_group(required=True)
     about = "Hugging Face folder, or org/name on the hub"
     source.add_argument("--hf", type=path_text, metavar="DIR_OR_NAME", help=about)
-    source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
+    about = "Megatron-LM's checkpoint: torch_dist, torch or fsdp_dtensor"
+    source.add_argument("--megatron", type=as_path, metavar="DIR", help=about)
     _add_revision(into)
     _add_text(into)
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="print the model part of a config")
     source = config.add_mutually_exclusive_group(required=True)
     source.add_argument("--hf", type=path_text, metavar="DIR_OR_JSON", help="or org/name")
-    source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
+    source.add_argument("--megatron", type=as_path, metavar="DIR", help="its checkpoint")
     source.add_argument("--ckpt", type=path_text, metavar="RUN", help="an mjax run or checkpoint")
     _add_revision(config)
     _add_text(config)

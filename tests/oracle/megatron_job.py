@@ -49,9 +49,9 @@ def _rank(rank: int, job: dict, world: int) -> None:
     _stand_ins()
     _OnCpu().__enter__()
     args = argparse.Namespace(**job["args"])
-    model = {"gpt": _gpt, "bert": _bert, "hybrid": _hybrid, "t5": _t5}[job.get("kind", "gpt")](
-        args, job
-    )
+    model = {"gpt": _gpt, "bert": _bert, "hybrid": _hybrid, "t5": _t5, "llava": _llava}[
+        job.get("kind", "gpt")
+    ](args, job)
     if job.get("noise", True):
         _disturb(model)
     _run(job, args, model)
@@ -106,7 +106,8 @@ def _stand_ins() -> None:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         scores = torch.einsum("sbnh,tbnh->bnst", q, k) * scale
         scores = scores if attention_bias is None else scores + attention_bias
-        probs = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        probs = scores.softmax(-1)
         return torch.einsum("bnst,tbnh->sbnh", probs, v).flatten(2)
 
     plain = dot_product_attention.DotProductAttention
@@ -133,12 +134,13 @@ def _config(args, job):
     import dataclasses
 
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.heterogeneous import heterogeneous_config
 
-    kind = (
-        MLATransformerConfig
-        if getattr(args, "multi_latent_attention", False)
-        else TransformerConfig
-    )
+    kind = TransformerConfig
+    if getattr(args, "multi_latent_attention", False):
+        kind = MLATransformerConfig
+    if getattr(args, "heterogeneous_layers_config_encoded_json", None):
+        kind = heterogeneous_config.HeterogeneousTransformerConfig
     fields = {f.name for f in dataclasses.fields(kind)}
     values = {
         k: v for k, v in vars(args).items() if k in fields and (v is not None or k == "q_lora_rank")
@@ -176,7 +178,12 @@ def _gpt(args, job):
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     config = _config(args, job)
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if getattr(args, "heterogeneous_layers_config_encoded_json", None):
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as specs
+
+        spec = specs.get_gpt_heterogeneous_layer_spec(config)
+    else:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     mtp = None
     if getattr(args, "mtp_num_layers", None):
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
@@ -239,6 +246,50 @@ def _t5(args, job):
         position_embedding_type=args.position_embedding_type,
         relative_attention_num_buckets=getattr(args, "relative_attention_num_buckets", 32),
         relative_attention_max_distance=getattr(args, "relative_attention_max_distance", 128),
+    )
+
+
+def _llava(args, job):
+    """As pretrain_vlm.py builds it: tower and projector have the language model's sizes."""
+    from copy import deepcopy
+
+    from megatron.core.activations import quick_gelu
+    from megatron.core.models.multimodal import llava_spec
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.vision import clip_vit_model, vit_layer_specs
+    from megatron.core.transformer.spec_utils import get_submodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    build = clip_vit_model.build_module
+    clip_vit_model.build_module = lambda spec, *a, **k: build(
+        WrappedTorchNorm if spec is torch.nn.LayerNorm else spec, *a, **k
+    )
+    config = _config(args, job)
+    spec = llava_spec.decoder_model_with_local_default_spec()
+    tower, projection = deepcopy(config), deepcopy(config)
+    tower.num_layers, tower.vision_model_type = args.encoder_num_layers, "clip"
+    tower.pipeline_model_parallel_size = projection.pipeline_model_parallel_size = 1
+    if getattr(
+        args, "vision_model_type", None
+    ):  # as examples/multimodal, whose CLIP has other sizes
+        tower.hidden_size, tower.ffn_hidden_size, tower.num_attention_heads = 128, 48, 2
+        tower.num_query_groups, tower.kv_channels, tower.activation_func = 2, 64, quick_gelu
+    return LLaVAModel(
+        config,
+        spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        tower,
+        vit_layer_specs.get_vit_layer_with_local_spec(),
+        args.disable_vision_class_token,
+        projection,
+        deepcopy(get_submodules(spec.submodules.mlp)),
+        img_h=args.img_h,
+        img_w=args.img_w,
+        patch_dim=args.patch_dim,
+        language_position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pixel_shuffle=args.pixel_shuffle,
     )
 
 
@@ -428,6 +479,13 @@ def _forward(model, config_tokens, labels=None, kind="gpt"):
 
         y, _ = model(tokens, torch.ones_like(tokens), tokentype_ids=torch.zeros_like(tokens))
         return gather(y)
+    if kind == "llava":
+        images = torch.randn(len(tokens), 3, 8, 8, generator=torch.Generator().manual_seed(5))
+        length = n - 1 + model.img_seq_len
+        mask = torch.ones(1, 1, length, length).tril() < 0.5
+        tokens = torch.cat([tokens[:, :3], torch.full_like(tokens[:, :1], -200), tokens[:, 4:]], 1)
+        y, _ = model(images, tokens, position, mask)
+        return gather_from_tensor_model_parallel_region(y)
     if kind == "t5":
         whole = torch.zeros_like(mask)
         y = model(tokens, tokens.flip(1), whole, mask, whole)
@@ -523,6 +581,25 @@ def _forward_loss(model, tokens):
     return model(inputs, position, mask, labels=labels).float().mean()
 
 
+def _write_by_rank(job, args, model) -> None:
+    """Saves what this rank has as Megatron's format `torch` does: megatron/training/checkpointing.py."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    if job["pp"] > 1:
+        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
+    if job["ep"] > 1:
+        name += f"_{ps.get_expert_model_parallel_rank():03d}"
+    sizes = {f"{axis}_model_parallel_size": job[axis[0] + "p"] for axis in ("tensor", "pipeline")}
+    sizes |= {"expert_model_parallel_size": job["ep"]}
+    sizes |= {"expert_tensor_parallel_size": model.config.expert_tensor_parallel_size}
+    state = {"args": argparse.Namespace(**vars(args) | sizes), "iteration": 7}
+    state |= {"checkpoint_version": 3.0, "model": model.state_dict_for_save_checkpoint()}
+    folder = Path(job["write_by_rank"]) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / "model_optim_rng.pt")
+
+
 def _run(job, args, model) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
@@ -572,6 +649,8 @@ def _run(job, args, model) -> None:
             Path(job["write"]).mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, job["write"], content_metadata=job.get("metadata") or None)
+    if "write_by_rank" in job:
+        _write_by_rank(job, args, own)
     own.eval()
     with torch.no_grad():
         logits = _forward(own, tokens, kind=job.get("kind", "gpt"))

@@ -413,6 +413,72 @@ def test_rows_that_pad_the_vocabulary_are_zero_and_bfloat16_is_read_exactly(tmp_
     assert got.dtype == jnp.bfloat16 and not got[VOCAB:].any()
 
 
+def test_weights_in_8_bits_are_those_of_torchs_own_pickle(tmp_path, monkeypatch):
+    """A class in the place of Transformer Engine's, which pickles as that does."""
+    name = "transformer_engine.pytorch.tensor.float8_tensor"
+    gone, kinds = types.ModuleType(name), types.ModuleType("transformer_engine_torch")
+
+    class DType:
+        def __reduce__(self):
+            return DType, (7,)
+
+    class Float8Tensor(torch.Tensor):
+        @staticmethod
+        def __new__(cls, x):
+            made = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+            made.scale = (x.abs().max() / 448).reshape(1)
+            made.bits = (x / made.scale).to(torch.float8_e4m3fn).view(torch.uint8)
+            return made
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} of a class that is stored alone")
+
+        def detach(self):
+            return self
+
+        cpu = clone = contiguous = detach
+
+        def storage(self):
+            return types.SimpleNamespace(size=self.numel)
+
+        def __reduce_ex__(self, protocol):
+            args = self.bits, DType(), self.scale, self.dtype
+            return Float8Tensor._make_in_reduce_ex, args
+
+        @classmethod
+        def _make_in_reduce_ex(cls, *args):
+            raise AssertionError("run while it is read")
+
+    for module, made in ((gone, Float8Tensor), (kinds, DType)):
+        made.__module__, made.__qualname__ = module.__name__, made.__name__
+        setattr(module, made.__name__, made)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for end in (1, 2, 3):
+        parent = ".".join(name.split(".")[:end])
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    plain, stored = Sharded.__get_tensor_shard__, []
+
+    def shard(self, index):
+        x = plain(self, index)
+        if not index.fqn.endswith("linear_fc2.weight"):
+            return x
+        stored.append(Float8Tensor(x))
+        return stored[-1]
+
+    monkeypatch.setattr(Sharded, "__get_tensor_shard__", shard)
+    a, _, layers, _ = run(tmp_path / "c", "llama", "stacked")
+    monkeypatch.undo()
+    got = read_all(megatron_source(tmp_path / "c"))["dense", "mlp", "down"]
+    want = np.stack([w["mlp.linear_fc2.weight"].numpy().T for w in layers])
+    assert len(stored) == 2 * a["num_layers"]
+    assert got.dtype == np.float32 and 0 < np.abs(got - want).max() < 0.04 * np.abs(want).max()
+    values = set()
+    for x in stored:
+        values |= set((x.bits.view(torch.float8_e4m3fn).float() * x.scale).flatten().tolist())
+    assert set(got.astype(float).flatten().tolist()) == values
+
+
 def test_only_the_files_that_hold_a_part_are_opened(tmp_path):
     run(tmp_path / "c", "llama", "stacked")
     source = megatron_source(tmp_path / "c")
@@ -448,7 +514,7 @@ def test_torch_is_not_needed(tmp_path):
     code = """
         import sys
         sys.modules["torch"] = sys.modules["megatron"] = None  # importing either raises
-        from mjax.interop.megatron.torch_dist import open_torch_dist
+        from mjax.interop.megatron.stored.torch_dist import open_torch_dist
         store = open_torch_dist(sys.argv[1])
         x = store.read("output_layer.weight", (slice(3, 5), slice(0, 24)))
         print(store.common["args"].num_layers, x.view(store.dtype("output_layer.weight")).sum())
@@ -558,7 +624,7 @@ def test_gelu_is_the_form_that_megatrons_kernel_computes():
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda c: (c / "metadata.json").unlink(), "no metadata.json.*torch_dcp or fsdp_dtensor"),
+        (lambda c: (c / "metadata.json").unlink(), "no metadata.json.*format torch_dcp"),
         (
             lambda c: (c / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             "'zarr'.*convert",
@@ -625,7 +691,8 @@ def test_run_folders(tmp_path):
     with pytest.raises(UserError, match="has no metadata.json; give"):
         megatron_source(tmp_path)
     (tmp_path / "mp_rank_00").mkdir()
-    with pytest.raises(UserError, match="legacy format 'torch'.*--ckpt-convert-format"):
+    (tmp_path / "mp_rank_00/model_optim_rng.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="model_optim_rng.pt: cannot read it"):
         megatron_source(tmp_path)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("12")

@@ -20,6 +20,8 @@ from mjax.interop.megatron.arguments_of_parts import (
     latent_fields,
     t5_fields,
 )
+from mjax.interop.megatron.heterogeneous import heterogeneous_fields, is_heterogeneous
+from mjax.interop.megatron.llava import Shapes, llava_fields
 from mjax.interop.megatron.saved_arguments import Args
 
 # Must be absent, None, False, 0 or empty.
@@ -29,7 +31,6 @@ OFF = (
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
     "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
     "use_legacy_models", "mtp_use_repeated_layer", "use_mup", "enable_hyper_connections",
-    "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
     "chunk_attention_freq", "moe_router_topk_limited_devices",
     "moe_router_force_load_balancing", "moe_expert_capacity_factor", "moe_apply_probs_on_input",
 )  # fmt: skip
@@ -46,10 +47,12 @@ _POSITION_NAMES = {"learned_absolute": "learned"}  # where ours differs
 _NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
-def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") -> ModelConfig:
+def model_config(
+    values: Mapping[str, object], where: str, kind: str = "gpt", shapes: Shapes | None = None
+) -> ModelConfig:
     """The model of saved arguments; `UserError` names the argument that stands against it.
 
-    `kind`: gpt (hybrids, too), bert or t5.
+    `kind`: gpt (hybrids, too), bert, t5 or llava. shapes: of a llava's tensors.
     """
     args = Args(values, where)
     dense = not args("num_experts")
@@ -80,12 +83,16 @@ def model_config(values: Mapping[str, object], where: str, kind: str = "gpt") ->
         fields |= latent_fields(args)
     if is_hybrid(args):
         fields |= hybrid_fields(args)
+    if is_heterogeneous(args):
+        fields |= heterogeneous_fields(args)
     if kind == "bert":
         fields |= bert_fields(args)
     if kind == "t5":
         fields |= t5_fields(args)
     elif args("position_embedding_type") == "relative":
         raise args.refuse("position_embedding_type", "is T5's alone")
+    if kind == "llava":
+        fields |= llava_fields(args, fields, shapes or {})
     wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
     return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 
@@ -170,7 +177,7 @@ _MARKED = {
 
 def _layer_fields(args: Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
-    if is_hybrid(args):
+    if is_hybrid(args) or is_heterogeneous(args):
         return {}
     n = args.need("num_layers")
     marks = {kind: [False] * n for kind in _MARKED}

@@ -139,6 +139,17 @@ def _vocab(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) 
     return np.concatenate([x, np.zeros((rows.stop - stop, *x.shape[1:]), x.dtype)])
 
 
+def _patches(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
+    return np.moveaxis(fetch(box[-1], *box[:-1]), 0, -1)
+
+
+def _single(fetch: Fetch, cfg: ModelConfig, ours: TensorShape, box: list[slice]) -> np.ndarray:
+    one = slice(0, 1)
+    return fetch(one, one, *box)[0, 0]
+
+
+OF_PATCHES = MegatronLayout(lambda cfg, ours: (ours[-1], *ours[:-1]), _patches)
+SINGLE = MegatronLayout(lambda cfg, ours: (1, 1, *ours), _single)
 PLAIN = MegatronLayout(lambda cfg, ours: ours, lambda fetch, cfg, ours, box: fetch(*box))
 TRANSPOSED = MegatronLayout(
     lambda cfg, ours: ours[::-1], lambda fetch, cfg, ours, box: fetch(*box[::-1]).T

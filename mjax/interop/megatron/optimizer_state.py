@@ -14,7 +14,7 @@ from mjax.checkpoint.base.source import Path, Source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.parameters import source_of_store
-from mjax.interop.megatron.torch_dist import TorchDist
+from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
@@ -35,6 +35,8 @@ class OptimizerState:
 
 def optimizer_state(store: TorchDist, cfg: ModelConfig, model: Source) -> OptimizerState:
     """The state of the optimizer in a checkpoint; `UserError` where it has none by parameter."""
+    if store.weights_alone:
+        raise UserError(f"{store.folder}: {store.weights_alone}, or leave out --with-optimizer")
     by_word: dict[str, dict] = {}
     for name, tensor in store.tensors.items():
         if _BUCKETS.match(name):

@@ -6,7 +6,7 @@ Source: the `sharded_state_dict` of megatron/core's models.
 """
 
 from mjax.checkpoint.base.source import Path as Leaf
-from mjax.config.languages.layer_pattern import ENCODER, stack_of, stream_of
+from mjax.config.languages.layer_pattern import ENCODER, of_tower, stack_of, stream_of
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.megatron.layouts import (
     CROSS_KV,
@@ -16,11 +16,13 @@ from mjax.interop.megatron.layouts import (
     GATED,
     KV,
     KV_BIAS,
+    OF_PATCHES,
     OF_ROWS,
     OUT,
     PAIR,
     PLAIN,
     Q_BIAS,
+    SINGLE,
     TAPS,
     TAPS_PAIR,
     TRANSPOSED,
@@ -28,6 +30,7 @@ from mjax.interop.megatron.layouts import (
     MegatronLayout,
     Q,
 )
+from mjax.interop.megatron.llava import is_llava
 
 Named = tuple[tuple[str, ...], MegatronLayout]  # its names, and its layout
 
@@ -79,6 +82,19 @@ T5_WHOLE: dict[Leaf, Named] = {  # in the place of `WHOLE`
     ("joint", "relative_G"): (("decoder_relative_pos_emb.relative_attention_bias.weight",), PLAIN),
 }
 
+_TEXT, _IMAGES = "language_model.", "vision_model."
+_BRIDGE = "vision_projection.encoder."
+LLAVA_WHOLE: dict[Leaf, Named] = {  # beside those of the language model
+    ("patch_embedding", "weight"): ((_IMAGES + "conv1.weight",), OF_PATCHES),
+    ("patch_embedding", "class_token"): ((_IMAGES + "class_token",), SINGLE),
+    ("patch_embedding", "positions"): ((_IMAGES + "position_embeddings.weight",), PLAIN),
+    **_rows_of_norm("patch_embedding.norm", also=_IMAGES + "ln_pre"),
+    ("projector", "projector", "up"): ((_BRIDGE + "linear_fc1.weight",), TRANSPOSED),
+    ("projector", "projector", "up_bias"): ((_BRIDGE + "linear_fc1.bias",), PLAIN),
+    ("projector", "projector", "down"): ((_BRIDGE + "linear_fc2.weight",), TRANSPOSED),
+    ("projector", "projector", "down_bias"): ((_BRIDGE + "linear_fc2.bias",), PLAIN),
+}
+
 LAYER: dict[Leaf, Named] = {  # within a layer
     **_rows_of_norm("attention_norm", _QKV, also="input_layernorm"),
     ("attention", "q"): ((_QKV + ".weight",), Q),
@@ -110,6 +126,10 @@ LAYER: dict[Leaf, Named] = {  # within a layer
     ("mlp", "shared", "up"): (("mlp.shared_experts.linear_fc1.weight",), TRANSPOSED),
     ("mlp", "shared", "down"): (("mlp.shared_experts.linear_fc2.weight",), TRANSPOSED),
     ("mlp", "shared_gate"): (("mlp.shared_experts.gate_weight",), TRANSPOSED),
+    **_rows_of_norm("linear_norm", "self_attention", also="input_layernorm"),
+    ("linear", "weight"): ((_SELF + "weight",), TRANSPOSED),
+    **_rows_of_norm("linear_mlp_norm", "mlp", also="pre_mlp_layernorm"),
+    ("linear_mlp", "weight"): (("mlp.weight",), TRANSPOSED),
     **_rows_of_norm("mamba_norm", _MIXER, also="norm"),
     ("mamba", "inner"): ((_IN,), PAIR.ending(".z", ".x")),
     ("mamba", "bc"): ((_IN,), PAIR.ending(".B", ".C")),
@@ -162,6 +182,9 @@ def layer_prefixes(cfg: ModelConfig) -> list[tuple[str, int, int]]:
     """For each layer the prefix of its block, its number there, and the layers of the block."""
     kinds = cfg.layer_kinds
     blocks = ["encoder" if stream_of(kind) == ENCODER else "decoder" for kind in kinds]
+    if is_llava(cfg):
+        blocks = [f"{(_TEXT, _IMAGES)[of_tower(kind)]}decoder" for kind in kinds]
+        blocks = [kind if kind == "projector" else b for kind, b in zip(kinds, blocks, strict=True)]
     found = []
     for layer, block in enumerate(blocks):
         found.append((f"{block}.layers.", blocks[:layer].count(block), blocks.count(block)))
@@ -172,8 +195,19 @@ def layers_in_stack(cfg: ModelConfig, stack: str) -> list[int]:
     return [layer for layer, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
 
 
+def sizes_at(path: Leaf, cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with the sizes of the layers that a parameter lies in."""
+    layers = layers_in_stack(cfg, path[0])
+    return cfg.of_layer(cfg.layer_kinds[layers[0]]) if layers else cfg
+
+
 def named_in_model(path: Leaf, cfg: ModelConfig) -> Named | None:
     """Megatron's names of a parameter that lies in no layer; None: it lies in one."""
+    if is_llava(cfg):
+        if path in LLAVA_WHOLE or path not in WHOLE:
+            return LLAVA_WHOLE.get(path)
+        names, layout = WHOLE[path]
+        return tuple(_TEXT + name for name in names), layout
     if len(streams := {stream_of(kind) for kind in cfg.layer_kinds}) == 2:
         return T5_WHOLE.get(path) or WHOLE.get(path)
     if path not in WHOLE or streams != {ENCODER}:

@@ -28,8 +28,10 @@ from mjax.interop.megatron.parameter_names import (
     layers_in_stack,
     named_in_layer,
     named_in_model,
+    sizes_at,
 )
-from mjax.interop.megatron.torch_dist import TorchDist, open_torch_dist
+from mjax.interop.megatron.stored.opening import open_checkpoint
+from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
@@ -45,7 +47,7 @@ _NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError
 
 def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
-    store = open_torch_dist(folder)
+    store = open_checkpoint(folder)
     cfg = config_of_store(store)
     return source_of_store(store, cfg, lambda: _check_tensors(store, cfg, places_of(store, cfg)))
 
@@ -63,6 +65,7 @@ def source_of_store(
     def read(path: Leaf, index: Index) -> np.ndarray:
         spec = specs[path]
         _, layout = place_of(path, cfg)
+        sizes = sizes_at(path, cfg)
         ends = [s.indices(n) for s, n in zip(index, spec.shape, strict=True)]
         box = [slice(first, last) for first, last, _ in ends]
         lead = leading_axes(spec)
@@ -74,7 +77,7 @@ def source_of_store(
         for at in pieces:
             here = tuple(i - s.start for i, s in zip(at, box[:lead], strict=True))
             fetch = _fetcher(store, places[path][at])
-            x = layout.convert(fetch, cfg, spec.shape[lead:], box[lead:])
+            x = layout.convert(fetch, sizes, spec.shape[lead:], box[lead:])
             _copy_by_columns(out[here], x)
         return out.view(kind)
 
@@ -92,7 +95,8 @@ def config_of_store(store: TorchDist) -> ModelConfig:
     """The model that the saved arguments describe."""
     values, kind = vars(store.arguments()), _kind_of_model(store)
     try:
-        cfg = model_config(values, store.where_common, kind)
+        shapes = {name: tensor.shape for name, tensor in store.tensors.items()}
+        cfg = model_config(values, store.where_common, kind, shapes)
         places_of(store, cfg)
     except UserError:
         raise
@@ -105,7 +109,9 @@ def config_of_store(store: TorchDist) -> ModelConfig:
 
 
 def _kind_of_model(store: TorchDist) -> str:
-    """gpt, bert or t5: the arguments do not say which script wrote them, the tensors do."""
+    """Kind of model that the tensors say; arguments do not say which script wrote them."""
+    if any(name.startswith("vision_model.") for name in store.tensors):
+        return "llava"
     if not any(name.startswith("encoder.layers.") for name in store.tensors):
         return "gpt"
     return "t5" if any(name.startswith("decoder.layers.") for name in store.tensors) else "bert"
@@ -151,7 +157,7 @@ def place_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLay
         named = named_in_layer(path[2:], kind, cfg)
         return _behind(f"mtp.layers.{number}.transformer_layer.", named)
     kind = cfg.layer_kinds[layers_in_stack(cfg, path[0])[0]]
-    return named_in_layer(path[1:], kind, cfg)
+    return named_in_layer(path[1:], kind, sizes_at(path, cfg))
 
 
 def _behind(prefix: str, named: tuple[tuple[str, ...], MegatronLayout]):
@@ -168,7 +174,7 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
     """The names that the piece `at` of a parameter may have."""
     names, _ = place_of(path, cfg)
     options: list[Option] = [(name, ()) for name in names]
-    if spec.axes[:1] == ("layers",):
+    if spec.axes[:1] == ("layers",) and named_in_model(path, cfg) is None:
         layer = layers_in_stack(cfg, path[0])[at[0]]
         prefix, number, count = layer_prefixes(cfg)[layer]
         options = [(f"{prefix}{number}.{name}", ()) for name in names]
@@ -184,7 +190,7 @@ def options_of(path: Leaf, spec: ParamSpec, cfg: ModelConfig, at: tuple[int, ...
 def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> PlacesOfPieces:
     _, layout = place_of(path, cfg)
     lead = leading_axes(spec)
-    shape = layout.shape(cfg, spec.shape[lead:])
+    shape = layout.shape(sizes_at(path, cfg), spec.shape[lead:])
     found = {}
     for at in np.ndindex(spec.shape[:lead]):
         options = options_of(path, spec, cfg, at)

@@ -23,8 +23,9 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.data_files import DataFiles, unfinished_folder
 from mjax.interop.megatron.layouts import PLAIN, TRANSPOSED, VOCABULARY, MegatronLayout
+from mjax.interop.megatron.llava import is_llava
 from mjax.interop.megatron.optimizer_state import optimizer_state, trained_paths
-from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack
+from mjax.interop.megatron.parameter_names import T5_TWINS, layers_in_stack, sizes_at
 from mjax.interop.megatron.parameters import (
     Option,
     leading_axes,
@@ -32,8 +33,8 @@ from mjax.interop.megatron.parameters import (
     options_of,
     place_of,
 )
-from mjax.interop.megatron.torch_dist import open_torch_dist
-from mjax.interop.megatron.torch_pickle import (
+from mjax.interop.megatron.stored.torch_dist import open_torch_dist
+from mjax.interop.megatron.stored.torch_pickle import (
     Instance,
     archive,
     metadata_file,
@@ -157,7 +158,8 @@ class _Writer:
     def finish(self, common: dict) -> None:
         """Write what is not sharded, and last the file that makes the folder a checkpoint."""
         heads = [one for one in self.twins if one.endswith("output_layer.")]
-        for head in ("output_layer.", *heads):
+        own = "language_model.output_layer." if is_llava(self.cfg) else "output_layer."
+        for head in (own, *heads):
             self._write_extra_states(f"{head}weight", ())
         folder = self.files.folder
         (folder / "common.pt").write_bytes(archive(common))
@@ -183,7 +185,7 @@ class _Writer:
                 continue
             _, layout = place_of(path, self.cfg)
             lead = leading_axes(spec)
-            shape = layout.shape(self.cfg, spec.shape[lead:])
+            shape = layout.shape(sizes_at(path, self.cfg), spec.shape[lead:])
             for at in np.ndindex(spec.shape[:lead]):
                 name, places = self._name(path, spec, at)
                 entry, sizes = tuple(i for i, _ in places), tuple(n for _, n in places)
@@ -201,7 +203,8 @@ class _Writer:
         options = options_of(path, spec, self.cfg, at)
         names, _ = place_of(path, self.cfg)
         of_layer = spec.axes[:1] == ("layers",)
-        first = len(names) if of_layer and _stacks_layers(self.args) else 0
+        numbered = of_layer and len(options) > len(names)
+        first = len(names) if numbered and _stacks_layers(self.args) else 0
         last = first + len(names)
         group = options[first:last]
         return group[-1] if self._is_plain_norm(path) else group[0]
@@ -212,6 +215,8 @@ class _Writer:
             return False
         if path[:1] == ("final_norm",):
             return self.args["hybrid_layer_pattern"] is not None
+        if is_llava(self.cfg) and not self._is_te():
+            return True
         layer = (layers_in_stack(self.cfg, path[0]) or [-1])[0]
         kind = self.cfg.layer_kinds[layer]
         if not self._is_te():
@@ -248,7 +253,8 @@ class _Writer:
             inner = spec.shape[lead:]
             index = (*(slice(i, i + 1) for i in piece.at), *map(slice, inner))
             ours = part.source.read(piece.path, index).reshape(inner)
-            _put_in_place(out, ours, layout, self.cfg, piece)
+            sizes = sizes_at(piece.path, self.cfg)
+            _put_in_place(out, ours, layout, sizes, piece)
         return out
 
 
@@ -265,13 +271,15 @@ _WITH_EXTRA_STATE = tuple(
     f"{name}.weight"
     for name in """linear_proj linear_qkv linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj
     linear_q_up_proj linear_kv_down_proj linear_kv_up_proj linear_q linear_kv fc1_latent_proj
-    fc2_latent_proj eh_proj in_proj out_proj""".split()
+    fc2_latent_proj eh_proj in_proj out_proj self_attention mlp""".split()
 )
 
 
 def _stacks_layers(args: dict) -> bool:
     """Whether Megatron puts equal tensors of all layers into one: as its transformer_block.py."""
-    return args["hybrid_layer_pattern"] is None and not isinstance(args["moe_layer_freq"], list)
+    if args["hybrid_layer_pattern"] is not None or args.get("heterogeneous_block_specs"):
+        return False
+    return not isinstance(args["moe_layer_freq"], list)
 
 
 def _put_in_place(

@@ -8,6 +8,8 @@ from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.arguments import model_config
+from mjax.interop.megatron.heterogeneous import has_differing_layers, heterogeneous_arguments
+from mjax.interop.megatron.llava import is_llava, llava_arguments, llava_shapes, text_config
 
 _HYBRID_LETTERS = {"mamba": "M", "full": "*", "nope": "*", "mlp": "-", "experts": "E"}
 _NOT_SAID = NOT_ARCHITECTURE | {"layer_pattern", "intermediate_size", "moe.moe_intermediate_size"}
@@ -15,21 +17,25 @@ _NOT_SAID = NOT_ARCHITECTURE | {"layer_pattern", "intermediate_size", "moe.moe_i
 
 def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
     """The saved arguments; `UserError` names the key that Megatron-LM has no argument for."""
-    kind = megatron_kind(cfg)
+    kind, shapes, text = megatron_kind(cfg), {}, cfg
+    if kind == "llava":
+        shapes, text = llava_shapes(cfg), text_config(cfg)
     args = (
-        _sizes_arguments(cfg)
-        | _positions_arguments(cfg)
-        | _layers_arguments(cfg)
-        | _experts_arguments(cfg)
-        | _latent_arguments(cfg)
+        _sizes_arguments(text)
+        | _positions_arguments(text)
+        | _layers_arguments(text)
+        | _experts_arguments(text)
+        | _latent_arguments(text)
     )
     args |= {"transformer_impl": impl, "ckpt_format": "torch_dist", "use_dist_ckpt": True}
     if kind == "bert":
         args |= {"bert_binary_head": bool(cfg.bert.num_labels)}
     if kind == "t5":
         args |= _t5_arguments(cfg)
+    if kind == "llava":
+        args |= llava_arguments(cfg)
     try:
-        back = model_config(args, "export", kind)
+        back = model_config(args, "export", kind, shapes)
     except UserError as e:
         raise UserError(f"Megatron-LM has no arguments for this model ({e})") from e
     for key in leaf_keys(ModelConfig):
@@ -45,7 +51,9 @@ def megatron_arguments(cfg: ModelConfig, impl: str) -> dict:
 
 
 def megatron_kind(cfg: ModelConfig) -> str:
-    """gpt, bert or t5."""
+    """gpt, bert, t5 or llava."""
+    if is_llava(cfg):
+        return "llava"
     kinds = {"bidirectional+mlp": "bert", "bidirectional+mlp full+cross+mlp": "t5"}
     return kinds.get(" ".join(sorted(set(cfg.layer_kinds))), "gpt")
 
@@ -132,6 +140,8 @@ def _layers_arguments(cfg: ModelConfig) -> dict:
             "mamba_num_groups": mamba.n_groups,
             "mamba_num_heads": mamba.mamba_num_heads,
         }
+    if has_differing_layers(cfg):
+        return found | heterogeneous_arguments(cfg)
     windowed = [int(kind.startswith("window")) for kind in kinds]
     if any(windowed):
         found |= {"window_size": ((cfg.attention.sliding_window or 1) - 1, 0)}

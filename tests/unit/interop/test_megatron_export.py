@@ -12,10 +12,12 @@ from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.base.stored import StoredArrays
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config import Config
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.megatron import data_files, torch_pickle, writing
+from mjax.interop.megatron import data_files, writing
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.run_folder import import_run
+from mjax.interop.megatron.stored import torch_pickle
 from mjax.interop.megatron.writing import export_torch_dist
 from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.interop.megatron.written_run import run_to_write
@@ -200,3 +202,49 @@ def test_a_t5_that_mjax_lacks_is_one_line(name):
     assert model_config(T5, "x", "t5").layer_kinds[-1] == "full+cross+mlp"
     with pytest.raises(UserError, match=rf"x: args.{name}=.*cannot be imported"):
         model_config(T5 | T5_WRONG[name], "x", "t5" if T5_WRONG[name] else "gpt")
+
+
+LLAVA = T5 | {
+    "position_embedding_type": "rope", "add_bias_linear": True, "img_h": 8, "img_w": 8,
+    "patch_dim": 4, "disable_vision_class_token": True, "ffn_hidden_size": 8,
+}  # fmt: skip
+UP = "vision_model.decoder.layers.mlp.linear_fc1.weight"
+SHAPES = {"vision_model.conv1.weight": (8, 3, 4, 4), UP: (2, 16, 8)}
+LLAVA_WRONG = {
+    "disable_vision_class_token": {"disable_vision_class_token": False},
+    "vision_model_type": {"vision_model_type": "siglip"},
+    "position_embedding_type": {"position_embedding_type": "learned_absolute"},
+    "img_h": {"img_w": 16},
+    "swiglu": {"swiglu": True},
+    "num_query_groups": {"group_query_attention": True, "num_query_groups": 1},
+    "use_tiling": {"use_tiling": True},
+    "encoder_num_layers": {UP: (10**9, 16, 8)},
+}
+
+
+@pytest.mark.parametrize("name", LLAVA_WRONG)
+def test_a_llava_that_mjax_lacks_is_one_line(name):
+    kinds = model_config(LLAVA, "x", "llava", SHAPES).layer_kinds
+    assert kinds == ("vision+mlp",) * 2 + ("projector",) + ("full+mlp",) * 2
+    wrong = LLAVA_WRONG[name]
+    with pytest.raises(UserError, match=rf"x: args.{name}=.*cannot be imported"):
+        model_config(LLAVA | wrong, "x", "llava", SHAPES | wrong)
+    with pytest.raises(UserError, match="tensors of vision_model are missing"):
+        model_config(LLAVA, "x", "llava", {})
+
+
+@pytest.mark.slow
+def test_layers_that_differ_come_back(tmp_path):
+    pattern = "full+mlp, mlp@1, full+linear_mlp, linear+mlp@1, full@2"
+    sizes = [{"intermediate_size": 8}, {"attention": {"num_key_value_heads": 1}}]
+    base = MODEL | {"num_hidden_layers": 5, "intermediate_size": 16}
+    cfg = ModelConfig(**base, layer_pattern=pattern, layer_sizes=sizes)
+    specs = definition_of(cfg).specs
+    arrays = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), specs)
+    for impl in ("local", "transformer_engine"):
+        export_torch_dist(array_source(cfg, arrays), tmp_path / impl, "float32", impl)
+        assert source_of(str(tmp_path / impl)).cfg.layer_kinds == cfg.layer_kinds
+    with pytest.raises(UserError, match="no arguments for"):
+        turned = pattern.replace("@2", "@0").replace("@1", "@2").replace("@0", "@1")
+        wrong = ModelConfig(**base, layer_pattern=turned, layer_sizes=sizes[::-1])
+        megatron_arguments(wrong, "local")

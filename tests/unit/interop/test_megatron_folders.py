@@ -13,10 +13,10 @@ from flax import nnx
 from mjax.checkpoint.base.source import array_source
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.megatron import torch_pickle
 from mjax.interop.megatron.parameters import megatron_source
 from mjax.interop.megatron.run_arguments import FLAGS
 from mjax.interop.megatron.run_folder import import_run
+from mjax.interop.megatron.stored import torch_pickle
 from mjax.interop.megatron.writing import export_torch_dist
 from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.models import build, split
@@ -72,6 +72,14 @@ def with_arguments(**values):
     return damage
 
 
+def differing(text: str):
+    return with_arguments(heterogeneous_layers_config_encoded_json=text, add_bias_linear=False)
+
+
+NOTHING = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
+TEXTS = {"attention": {"n_heads_in_group": "many"}, "mlp": {"ffn_mult": "wide"}}
+
+
 def told(**values) -> bytes:
     return json.dumps(values).encode()
 
@@ -108,6 +116,14 @@ DAMAGE = {
     "latents that are not there": with_arguments(multi_latent_attention=True, qk_layernorm=True),
     "unknown argument": with_arguments(attention_output_gate=True),
     "pattern of nothing": with_arguments(hybrid_layer_pattern="QQ"),
+    "file of layers that is elsewhere": with_arguments(heterogeneous_layers_config_path="x.json"),
+    "half JSON of layers": differing('{"block_configs": ['),
+    "deep JSON of layers": differing("[" * 100_000),
+    "no list of layers": differing('{"block_configs": 3}'),
+    "too few layers": differing('{"block_configs": []}'),
+    "layers that are numbers": differing('{"block_configs": [1, 2]}'),
+    "layers without branches": differing(json.dumps({"block_configs": [NOTHING, NOTHING]})),
+    "heads as a text": differing(json.dumps({"block_configs": [TEXTS, TEXTS]})),
     "list as a number": with_arguments(hidden_size=[8]),
 }
 

@@ -21,7 +21,7 @@ _ABSENT = """sparsify window_length num_sink_tokens unshifted_sink moe mamba is_
     is_llama4 use_prefill_window_in_sink_attention""".split()
 
 
-class _Layer(NamedTuple):
+class LayerEntry(NamedTuple):
     """The words of a layer's branches, and their sizes if they have such."""
 
     words: tuple[str, ...]
@@ -44,7 +44,9 @@ def block_configs() -> Part:
         width = next((layer.width for layer in found if layer.width), _WIDTH_MULTIPLE)
         config |= {"num_key_value_heads": kv_heads, "intermediate_size": width}
         sizes: list[dict] = []
-        kinds = ["+".join(layer.words) + _mark(layer, kv_heads, width, sizes) for layer in found]
+        kinds = [
+            "+".join(layer.words) + mark_of_sizes(layer, kv_heads, width, sizes) for layer in found
+        ]
         return {"layer_pattern": pattern_of(kinds), "layer_sizes": sizes}
 
     def write(cfg: ModelConfig) -> dict:
@@ -55,7 +57,7 @@ def block_configs() -> Part:
     return Part(read, write)
 
 
-def _read_block(where: str, block: object, config: dict) -> _Layer:
+def _read_block(where: str, block: object, config: dict) -> LayerEntry:
     """One entry. Raises `UserError` for what mjax has no branch for."""
     words, sizes = [], {}
     for name, (word, matrix) in _BRANCHES.items():
@@ -87,10 +89,10 @@ def _read_block(where: str, block: object, config: dict) -> _Layer:
     if sizes["mlp"]:
         wanted = int(2 * sizes["mlp"] * config["hidden_size"] / 3)
         width = -(-wanted // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-    return _Layer(tuple(words), kv_heads, width)
+    return LayerEntry(tuple(words), kv_heads, width)
 
 
-def _mark(layer: _Layer, kv_heads: int, width: int, sizes: list[dict]) -> str:
+def mark_of_sizes(layer: LayerEntry, kv_heads: int, width: int, sizes: list[dict]) -> str:
     """The mark of a layer's entry in `sizes`, which may gain it; none for the sizes given."""
     entry: dict = {}
     if layer.kv_heads not in (None, kv_heads):

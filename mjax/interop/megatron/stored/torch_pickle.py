@@ -45,10 +45,11 @@ class Instance:
 
 @dataclass(frozen=True)
 class TorchStorage:
-    """The storage of the one tensor of an archive."""
+    """The storage of a tensor of an archive."""
 
     kind: str
     numel: int
+    key: str = "0"
 
 
 class _Pickler(pickle._Pickler):  # that in C imports what it names
@@ -65,7 +66,7 @@ class _Pickler(pickle._Pickler):  # that in C imports what it names
             self.save(obj.state)
             self.write(pickle.BUILD)
         elif isinstance(obj, TorchStorage):
-            self.save(("storage", TorchName("torch", obj.kind), "0", "cpu", obj.numel))
+            self.save(("storage", TorchName("torch", obj.kind), obj.key, "cpu", obj.numel))
             self.write(pickle.BINPERSID)
         elif isinstance(obj, str):
             super().save(sys.intern(obj))  # what is equal is one, or bytes would depend on identity

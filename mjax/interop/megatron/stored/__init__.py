@@ -1,0 +1,1 @@
+"""How Megatron-LM's checkpoint files hold tensors and objects."""
