@@ -202,6 +202,8 @@ _CLASSES = {
     "preference": "mjax.post.preferences.objective:Preference",
     "distill": "mjax.post.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
+    "policy": "mjax.post.policy.policy_objective:PolicyObjective",
+    "value": "mjax.post.policy.values:ValueObjective",
 }
 
 
