@@ -1,5 +1,7 @@
 """Rounding in blocks against numpy and ml_dtypes, bit for bit, and products of rounded matrices."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,6 +13,7 @@ from mjax.kernels.fp8.block_recipes import Block128, MxFp8, NvFp4
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks, round_to_format
 from mjax.kernels.fp8.four_bits import GradientPlaces, hadamard_matrix, mix_tokens, round_four_bits
 from mjax.sharding.collectives import LOCAL
+from tests.marks import quick, slow
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -65,15 +68,23 @@ def maxima_of(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     return made.max((1, 3))
 
 
+def places_of(tokens: int, outputs: int) -> GradientPlaces:
+    numbers = (jnp.arange(n, dtype=jnp.uint32)[None] for n in (tokens, outputs))
+    return GradientPlaces(jnp.uint32(1), *numbers)
+
+
 def spread_out(factors: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     return np.repeat(np.repeat(factors, block[0], 0), block[1], 1)
 
 
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-@pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_blocks_of_128_are_those_of_transformer_engine(block, free, dtype, name):
+HALF = ml_dtypes.bfloat16
+KINDS = itertools.product(
+    ["e4m3", "e5m2"], [HALF, np.float32], [False, True], [(1, 128), (128, 128)]
+)
+
+
+@pytest.mark.parametrize("name, dtype, free, block", quick(list(KINDS), 2))
+def test_blocks_of_128_are_those_of_transformer_engine(name, dtype, free, block):
     x = hostile(256, 256, dtype)
     rule = blocks.free_scales if free else blocks.scales_of_powers
     made = jax.jit(lambda x: round_blocks(x, block, rule, FORMATS[name], not free))(x)
@@ -100,9 +111,8 @@ def test_mxfp8_rounds_its_scales_up(name):
     to, x = FORMATS[name], hostile(64, 128)
     made = jax.jit(lambda x: round_blocks(x, (1, 32), blocks.rounded_up, to))(x)
     byte = bytes_up(maxima_of(x, (1, 32)), to.top)
-    scaled = np.clip(
-        x * spread_out(np.exp2(127.0 - byte).astype(np.float32), (1, 32)), -to.top, to.top
-    )
+    scale = np.exp2(127.0 - byte).astype(np.float32)
+    scaled = np.clip(x * spread_out(scale, (1, 32)), -to.top, to.top)
     np.testing.assert_array_equal(np.asarray(made.values), scaled.astype(DTYPES[name]))
     want = np.exp2(byte - 127.0).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(made.factors)[byte > 0], want[byte > 0])
@@ -141,6 +151,7 @@ def test_nvfp4_is_that_of_transformer_engine(block, dtype):
     np.testing.assert_array_equal(np.asarray(made.factors), factors.astype(np.float32))
 
 
+@slow
 def test_nothing_but_zeros_is_nothing_but_zeros():
     zero = jnp.zeros((16, 128))
     for recipe in (Block128(), MxFp8(), NvFp4()):
@@ -150,17 +161,14 @@ def test_nothing_but_zeros_is_nothing_but_zeros():
         assert not np.asarray(y).any(), recipe
 
 
+@slow
 @pytest.mark.parametrize("recipe", [Block128(), Block128(scales="free"), MxFp8(), NvFp4()])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(recipe, bad):
     """In each of the three products."""
     x = jnp.ones((128, 128)).at[3, 5].set(bad)
     scales = jnp.ones(3)
-    places = GradientPlaces(
-        jnp.uint32(1),
-        jnp.arange(128, dtype=jnp.uint32)[None],
-        jnp.arange(128, dtype=jnp.uint32)[None],
-    )
+    places = places_of(128, 128)
     x8, one = (recipe.round_input(a, scales, LOCAL) for a in (x, jnp.ones((128, 128))))
     g8 = recipe.round_gradient(x, scales, LOCAL, places)
     w8 = recipe.round_weight(jnp.ones((128, 128)), scales, 0)
@@ -172,6 +180,7 @@ def test_what_is_not_finite_stays_so(recipe, bad):
         assert not np.isfinite(np.asarray(y)).all()
 
 
+@slow
 @pytest.mark.parametrize(
     "recipe", [Block128(), Block128("e5m2"), MxFp8(), MxFp8(scales="floor"), NvFp4()]
 )
@@ -219,15 +228,12 @@ def test_the_hadamard_transform_cancels():
     np.testing.assert_allclose(mixed[0] @ mixed[1].T, x @ g.T, rtol=1e-4, atol=1e-5)
 
 
+@slow
 def test_rounding_at_random_has_no_bias():
     """The mean of many steps is the gradient; no step rounds to other than the two neighbors."""
     rng = np.random.default_rng(4)
     g = jnp.asarray(rng.normal(size=(16, 32)), jnp.float32)
-    places = GradientPlaces(
-        jnp.uint32(0),
-        jnp.arange(16, dtype=jnp.uint32)[None],
-        jnp.arange(32, dtype=jnp.uint32)[None],
-    )
+    places = places_of(16, 32)
 
     @jax.jit
     @jax.vmap
@@ -243,10 +249,8 @@ def test_rounding_at_random_has_no_bias():
         exact = np.asarray(exact)
         error = np.where(np.abs(exact) < np.abs(made).max(0), np.asarray(made).mean(0) - exact, 0)
         assert np.abs(error / np.maximum(steps / 64, 1e-3)).max() < 5
-        assert (
-            np.abs(error).mean()
-            < 0.02 * np.abs(np.asarray(made)[0] - np.asarray(exact)).mean() + 1e-3
-        )
+        once = np.abs(np.asarray(made)[0] - exact)
+        assert np.abs(error).mean() < 0.05 * once.mean() and (error != 0).mean() > 0.8
 
 
 def test_rows_of_groups_start_blocks_of_their_own():
