@@ -178,7 +178,7 @@ def fp8_scales_of_recipe(c: Config) -> Iterator[str]:
     for scales, recipe in (("free", "block128"), ("floor", "mxfp8")):
         others = set(c.precision.fp8_recipes) - {recipe, "current", "delayed", "none"}
         if c.precision.fp8_scales == scales and others:
-            yield f"`precision.fp8_scales` {scales} is of precision.fp8={recipe} alone"
+            yield f"`precision.fp8_scales` is of precision.fp8={recipe} alone"
 
 
 @rule("set precision.fp8_experts=false or train.experts=auto")

@@ -66,10 +66,12 @@ def buffer_keys(config: dict) -> list[str]:
 
     A run that is resumed may not change them.
     """
-    recipe = RECIPES.get(config["precision"].get("fp8"))
-    if recipe is None or not recipe.remembers:
+    precision = config["precision"]
+    names = [precision.get("fp8"), *(recipe for _, recipe in precision.get("fp8_rules", []))]
+    if not any(name in RECIPES and RECIPES[name].remembers for name in names):
         return []
-    return [f"precision.{name}" for name in ("fp8", "fp8_amax_history", "fp8_experts")]
+    keys = "fp8", "fp8_amax_history", "fp8_experts", "fp8_rules"
+    return [f"precision.{name}" for name in keys]
 
 
 def maxima_buffer(recipe: Recipe, name: str, specs: dict, steps: int) -> Buffer:
