@@ -125,7 +125,7 @@ def test_blocks_learn_like_fp32(recipe, bound):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (("precision.fp8=block128",), "no whole blocks of 128; .* fp8_rules=.*, none"),
+        (("precision.fp8=block128",), "no whole blocks of 128; .*fp8_rules=.*, none"),
         (("precision.fp8=mxfp8", "precision.fp8_rules=[['*.nothing', none]]"), "'.*nothing' is no"),
     ],
 )
