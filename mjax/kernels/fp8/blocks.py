@@ -10,6 +10,7 @@ is none, where Transformer Engine has 1, so that the step is not finite. CPUs ta
 2**-126 for zero.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -176,7 +177,7 @@ def e8m0_up(amax: jax.Array, to: NumberFormat) -> jax.Array:
 def e8m0_down(amax: jax.Array, to: NumberFormat) -> jax.Array:
     """The bytes, int32, of the OCP rule: the exponent of amax less that of the largest number."""
     exponent = lax.bitcast_convert_type(amax, jnp.int32) >> 23
-    of_top = int(jnp.frexp(jnp.float32(to.top))[1]) - 1
+    of_top = math.frexp(to.top)[1] - 1
     byte = jnp.where(exponent == 255, 254, jnp.maximum(exponent - of_top, 0))
     return jnp.where(jnp.isnan(amax), 255, byte)
 
