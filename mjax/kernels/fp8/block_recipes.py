@@ -220,7 +220,7 @@ class BlockScaled:
                 "precision.fp8_emulate=true to multiply the rounded numbers in plain JAX, slower "
                 "than precision.fp8=none, or precision.fp8=delayed"
             )
-        log.info("precision.fp8: %s: rounded exactly, multiplied in plain JAX", self)
+        log.warning("precision.fp8: %s: rounded exactly, multiplied in plain JAX", self)
         if self.scales == "floor":
             log.warning("precision.fp8_scales=floor: training diverged so elsewhere (2506.08027)")
 
