@@ -23,6 +23,8 @@ from tests.marks import exhaustive, quick, slow
 
 BLOCKS = ("precision.fp8_block=4",)  # which end where the devices' parts of a small model end
 WIDE = "model.attention.num_key_value_heads=8", "model.intermediate_size=64"
+WIDER = "model.attention.num_attention_heads=16", *WIDE[1:]
+WIDER += ("model.attention.num_key_value_heads=16",)
 EXPERTS = (*BLOCKS, "precision.fp8_experts=true")
 
 
@@ -40,7 +42,7 @@ def agree(first: tuple, want: tuple) -> None:
             ("block128", Cell({"tp": 2, "cp": 2}, 0, 1, cp_type="all_gather"), BLOCKS),
             ("block128", Cell({"tp": 2}, 0, 1), (*BLOCKS, "mesh.tp_overlap=always")),
             ("block128", Cell({"dp": 2}, 2, 2), (*BLOCKS, "precision.fp8_scales=free")),
-            ("mxfp8", Cell({"tp": 2}, 0, 1), WIDE),
+            ("mxfp8", Cell({"tp": 2}, 0, 1), WIDER),
             ("nvfp4", Cell({"tp": 2}, 1, 1), WIDE),  # over dp tensors have scales of their own
         ],
     ),
