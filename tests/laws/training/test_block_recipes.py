@@ -28,9 +28,9 @@ WIDER += ("model.attention.num_key_value_heads=16",)
 EXPERTS = (*BLOCKS, "precision.fp8_experts=true")
 
 
-def agree(first: tuple, want: tuple) -> None:
+def agree(first: tuple, want: tuple, bound: float = 1e-4) -> None:
     assert abs(first[0] - want[0]) < 1e-5 * want[0]
-    assert distance(first[1], want[1]) < 1e-4
+    assert distance(first[1], want[1]) < bound
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,9 @@ def agree(first: tuple, want: tuple) -> None:
 )
 def test_meshes_agree_on_blocks(recipe, cell, more):
     of_one = [key for key in more if not key.startswith("mesh")]
-    agree(first_step(recipe, cell, *more), one_device(recipe, *of_one))
+    # A free scale moves with the last bit of a maximum, and all values of the block with it.
+    bound = 3e-4 if "precision.fp8_scales=free" in more else 1e-4
+    agree(first_step(recipe, cell, *more), one_device(recipe, *of_one), bound)
 
 
 @slow
