@@ -4,8 +4,7 @@ The mean of many roundings is the value itself, so steps below half a bf16 step 
 vanishing (Gupta et al., arXiv:1502.02551). Invariant: the random bits are a pure function of (seed,
 step, parameter, which of its tensors, element of the global parameter), so every mesh and ZeRO
 stage rounds alike. They take a few integer operations an element, which fuse into the update's
-kernel; no random array exists. The mixer is C. Wellons' lowbias32
-(https://nullprogram.com/blog/2018/07/31/).
+kernel; no random array exists.
 """
 
 import math
@@ -14,6 +13,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+
+from mjax.kernels.base.mixer import mix
 
 Name = tuple[str, ...]  # of a parameter in the nested dict
 Offsets = tuple[jax.Array, ...]  # see `element_offsets`
@@ -33,13 +34,6 @@ def element_offsets(indices: Sequence[jax.Array], shape: Sequence[int]) -> Offse
         stride = jnp.uint32(stride & 0xFFFFFFFF)
         offsets.append(index.astype(jnp.uint32) * stride)
     return tuple(offsets)
-
-
-def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit of the argument moves every bit of the result."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
 
 
 def random_bits(seed: int, step: jax.Array, name: Name, tensor: str, offsets: Offsets) -> jax.Array:

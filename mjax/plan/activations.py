@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK, ENCODER, stream_of
+from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK, ENCODER, stack_of, stream_of
 from mjax.config.languages.remat import kept_names
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
@@ -226,7 +226,7 @@ def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:
 def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str) -> dict:
     """The weights of a layer as one device's matmuls read them, without their values."""
     sizes = {axis: parallel.size(axis) for axis in AXES}
-    recipe = decide_execution(cfg, sizes).recipe
+    execution = decide_execution(cfg, sizes)
     mesh = AbstractMesh(tuple(sizes.values()), AXES)
 
     def weight(spec: ParamSpec, cut: PartitionSpec) -> Weight | jax.ShapeDtypeStruct:
@@ -235,12 +235,14 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str
         if spec.matmul is None:
             return value
         weight = Weight(value, name=spec.matmul, inputs=spec.inputs)
-        if recipe is None or not spec.takes_fp8:
+        recipe = execution.recipe_for(spec)
+        if recipe is None:
             return weight
         scales = jax.ShapeDtypeStruct(recipe.scales_shape, jnp.float32)
         return replace(weight, scales=scales, recipe=recipe)
 
-    specs = rounded_specs(block.specs, cfg.precision.fp8_experts)
+    stack = stack_of(kind)
+    specs = rounded_specs({stack: block.specs}, cfg.precision)[stack]
     if is_whole(kind, cfg):
         specs = whole_specs(specs)
     cuts = param_partitions(specs, parallel)

@@ -84,7 +84,8 @@ def decide_execution(
         reduce = "micro_batch"
     apart = unroll == 0 and not pipelined
     recipe = recipe_of(cfg.precision)
-    skips_fp8 = recipe is not None and cfg.precision.fp8_skip_layers > 0
+    names = cfg.precision.fp8_recipes
+    skips_fp8 = recipe is not None and any(cfg.precision.fp8_left_out)
     return Execution(
         layers=layers,
         unroll=unroll,
@@ -97,6 +98,7 @@ def decide_execution(
         sums_in_matmuls=apart and micro_batches > 1 and gather == reduce == "step",
         overlap=overlap,
         recipe=recipe,
+        recipes=tuple((name, recipe_of(cfg.precision, name)) for name in names),
         # Layers that FP8 skips would need a gather of their own.
         quantize_stored=recipe is not None and not (skips_fp8 and is_cut and gather == "step"),
         compute=cfg.precision.compute,
@@ -118,6 +120,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         gradients_apart=False,
         sums_in_matmuls=False,
         overlap=False,
+        recipe=training.recipe if cfg.precision.fp8_evaluation else None,
         offload=(),
     )
 
@@ -200,9 +203,9 @@ def model_layers(cfg: Config) -> tuple[LayerPlan, ...]:
     """The layers of the model, in order."""
     kinds = cfg.model.layer_kinds
     policies = remat_policies(_remat_text(cfg), len(kinds))
-    rows, skipped = stack_index(kinds), cfg.precision.fp8_skip_layers
+    rows, (first, last) = stack_index(kinds), cfg.precision.fp8_left_out
     return tuple(
-        LayerPlan((kind,), stack_of(kind), row, policy, skipped <= i < len(kinds) - skipped)
+        LayerPlan((kind,), stack_of(kind), row, policy, first <= i < len(kinds) - last)
         for i, (kind, row, policy) in enumerate(zip(kinds, rows, policies, strict=True))
     )
 
@@ -302,7 +305,9 @@ def execution_lines(execution: Execution) -> list[str]:
         f"gradients   {e.micro_batches} micro-batches a step: {sums}",
     ]
     if e.recipe is not None:
-        where = "where they are stored" if e.quantize_stored else "in every matmul"
+        stored = e.quantize_stored and e.recipe.stores_weights
+        where = "where they are stored" if stored else "in every matmul"
         skipped = sum(not plan.fp8 for plan in e.layers)
         lines.append(f"FP8         {e.recipe}; weights rounded {where}; {skipped} layers left out")
+        lines += [f"            {other}: some weights" for _, other in e.recipes[1:]]
     return lines

@@ -29,14 +29,15 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
 def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
     """A micro-batch of the run on one device, as the branches' kernels see it."""
     rows, length = micro_batch_shape(cfg, sizes)
-    in_8_bits = recipe_of(cfg.precision) is not None
+    recipe = recipe_of(cfg.precision)
+    in_8_bits = recipe is not None
     return Workload(
         dtype=cfg.precision.compute,
         rows=rows,
         length=length,
         parallel=parallel_of_run(cfg, sizes),
         fp8=in_8_bits,
-        fp8_experts=in_8_bits and cfg.precision.fp8_experts,
+        fp8_experts=in_8_bits and recipe.scales_tensors and cfg.precision.fp8_experts,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
         shared_prefixes=cfg.data.shared_prefixes,

@@ -346,7 +346,8 @@ class ParameterBytes:
     @property
     def _share_in_8_bits(self) -> float:
         """The share of the stacks that are held in 8 bits."""
-        rounds = self.execution.recipe is not None and not self.cfg.precision.fp8_skip_layers
+        recipe, left_out = self.execution.recipe, any(self.cfg.precision.fp8_left_out)
+        rounds = recipe is not None and recipe.stores_weights and not left_out
         return self.count.eight_bits / self.count.stacks if rounds else 0.0
 
 

@@ -208,7 +208,7 @@ def _compute(
     weights_again = 1 + (again["attention"] + again["full"]) / 3
     peak = MATMUL.scaled(chip.bf16_tflops * 1e12)
     rate = peak
-    if execution.recipe is not None:
+    if execution.recipe is not None and execution.recipe.scales_tensors:
         rate = MATMUL_8.scaled(chip.details.fp8_tflops * 1e12)
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
     if flops["experts"]:

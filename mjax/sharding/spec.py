@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.languages.remat import matmul_names
 from mjax.config.schema.model import ROLES
+from mjax.config.schema.run import PrecisionConfig
 from mjax.errors import UserError
 
 # Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
@@ -48,8 +49,8 @@ class ParamSpec:
     A `frozen` parameter is not trained. `held` is the dtype in which a base of adapters is stored
     and read: there is no master of it. `scale` multiplies the product with an adapter's second
     matrix, and `dropout` is that of what its first one reads. A `precise` one is read in fp32,
-    whatever others are. One without `fp8` is not rounded to 8 bits. A `whole` one is not split over
-    tp, whatever its axes.
+    whatever others are. One without `fp8` is not rounded to 8 bits; `recipe` is the name of what
+    rounds it, or None for that of the run. A `whole` one is not split over tp, whatever its axes.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/runtime/buffers.py`). It lies whole on each
@@ -70,6 +71,7 @@ class ParamSpec:
     dropout: float = 0.0
     counts: bool = False
     fp8: bool = True
+    recipe: str | None = None
     precise: bool = False
     whole: bool = False
 
@@ -144,13 +146,20 @@ def count_parameters(specs: dict) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def rounded_specs(specs: dict, fp8_experts: bool) -> dict:
-    """Declarations in which FP8 recipes round the weights of experts only where asked to."""
+def rounded_specs(specs: dict, precision: PrecisionConfig) -> dict:
+    """Declarations with the recipe of each weight: none of experts unless they are asked for."""
 
-    def one(spec: ParamSpec) -> ParamSpec:
-        return replace(spec, fp8=False) if spec.is_of_experts and not fp8_experts else spec
+    def recipe_of_weight(path: Sequence[str], spec: ParamSpec) -> str:
+        if spec.is_of_experts and not precision.fp8_experts:
+            return "none"
+        given = (name for pattern, name in precision.fp8_rules if is_named(pattern, path, spec))
+        return next(given, precision.fp8)
 
-    return jax.tree.map(one, specs, is_leaf=is_spec)
+    flat = flatten_dict(specs)
+    for path, spec in flat.items():
+        recipe = recipe_of_weight(path, spec)
+        flat[path] = replace(spec, fp8=spec.fp8 and recipe != "none", recipe=recipe)
+    return unflatten_dict(flat)
 
 
 # ---- parts of a model ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
 from mjax.errors import UserError
+from mjax.kernels.fp8.block_parameters import require_blocks_of_recipes
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
 from mjax.kernels.nf4.parameters import require_whole_blocks
@@ -66,24 +67,26 @@ class Trainer:
         if cfg.lora.rank:
             adapted = specs_of_run(self.definition.specs, cfg.lora, cfg.precision.compute)
             self.definition = with_specs(self.definition, adapted)
-        specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
+        specs = rounded_specs(self.definition.specs, cfg.precision)
         specs = with_whole_towers(specs, cfg)
         self.objective = objective_of(cfg)
         self.specs = freeze(specs, cfg.train.freeze) | own_specs(self.objective)
         multiplied = patterns_of(cfg.optimizer.lr_multipliers)
         require_named("optimizer.lr_multipliers", multiplied, specs)
+        require_named("precision.fp8_rules", [of for of, _ in cfg.precision.fp8_rules], specs)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten().tolist()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
-        if (recipe := recipe_of(cfg.precision)) is not None:
-            recipe.require(devices[0])
+        for name in cfg.precision.fp8_recipes:
+            recipe_of(cfg.precision, name).require(devices[0])
         if cfg.run.deterministic:
             fix_reduction_order()
         self.cfg = cfg
         self.mesh = make_mesh(cfg.mesh, devices) if mesh is None else mesh
         self.parallel = parallel_of_run(cfg, self.mesh.shape)
         require_whole_blocks(self.specs, self.parallel)
+        require_blocks_of_recipes(self.specs, self.parallel, cfg.precision)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         self.state_layout = state_layout(cfg, self.specs, self.mesh, self.parallel, self.layout)
         self.storage = self.state_layout.storage

@@ -10,7 +10,7 @@ from mjax.config.languages.layer_pattern import stream_of
 from mjax.config.languages.remat import not_kept, remat_policies
 from mjax.config.rules.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.rules.rule import rule, rules_of
-from mjax.config.schema.run import FP8_NOT_BUILT, Config
+from mjax.config.schema.run import Config
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
@@ -167,13 +167,18 @@ def pairs_need_others(c: Config) -> Iterator[str]:
             yield "`train.global_batch_size`: a pair that is alone has no other to be told from"
 
 
-@rule("set precision.fp8=current or delayed, which Hopper and Blackwell both run")
-def fp8_of_blackwell(c: Config) -> Iterator[str]:
-    if c.precision.fp8 in FP8_NOT_BUILT:
-        yield (
-            "`precision.fp8`: block-scaled recipes need Blackwell (compute capability 10) and are "
-            "not built"
-        )
+@rule("set precision.fp8_experts=false or precision.fp8=mxfp8")
+def fp8_experts_in_four_bits(c: Config) -> Iterator[str]:
+    if c.precision.fp8_experts and "nvfp4" in c.precision.fp8_recipes:
+        yield "`precision.fp8_experts` with the rounding at random of nvfp4 is not built"
+
+
+@rule("set it to power_of_two, which every recipe takes")
+def fp8_scales_of_recipe(c: Config) -> Iterator[str]:
+    for scales, recipe in (("free", "block128"), ("floor", "mxfp8")):
+        others = set(c.precision.fp8_recipes) - {recipe, "current", "delayed", "none"}
+        if c.precision.fp8_scales == scales and others:
+            yield f"`precision.fp8_scales` is of precision.fp8={recipe} alone"
 
 
 @rule("set precision.fp8_experts=false or train.experts=auto")
@@ -185,14 +190,14 @@ def fp8_experts_one_by_one(c: Config) -> Iterator[str]:
 
 @rule("lower it or set precision.fp8=none")
 def fp8_layers_left(c: Config) -> Iterator[str]:
-    if 2 * c.precision.fp8_skip_layers >= c.model.num_hidden_layers:
+    if sum(c.precision.fp8_left_out) >= c.model.num_hidden_layers:
         yield "`precision.fp8_skip_layers` at both ends of `model.num_hidden_layers` leaves none"
 
 
 # Slots of a chunk hold layers from all over.
 @rule("set precision.fp8_skip_layers=0")
 def fp8_skip_pipeline(c: Config) -> Iterator[str]:
-    if c.precision.fp8_skip_layers and c.mesh.pp != 1:
+    if any(c.precision.fp8_left_out) and c.mesh.pp != 1:
         yield "`precision.fp8_skip_layers` is not built for the chunks of `mesh.pp`"
 
 

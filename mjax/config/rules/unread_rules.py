@@ -15,7 +15,7 @@ from mjax.config.languages.optax_arguments import PREFIX
 from mjax.config.rules.rule import rule
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import AttentionConfig, ModelConfig, MoeConfig
-from mjax.config.schema.run import FP8_RECIPES, Config
+from mjax.config.schema.run import FP8_OF_BLOCKS, FP8_RECIPES, Config
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,15 @@ def _value(keys: str, switch: str, *values: str | bool) -> Need:
         return value in values if values else bool(value)
 
     return Need(keys, switch, " or ".join(map(str, values)) or "a value", holds)
+
+
+def _of_recipes(key: str, *names: str) -> Need:
+    """A key of these recipes of `precision.fp8`."""
+
+    def holds(c: Config) -> bool:
+        return not set(names).isdisjoint(c.precision.fp8_recipes)
+
+    return Need(f"precision.{key}", "precision.fp8", " or ".join(names), holds)
 
 
 def _objective(keys: str, *names: str) -> Need:
@@ -347,11 +356,16 @@ NEEDS = (
     _value("schedule: wsd_decay_steps wsd_style", "schedule.decay", "wsd"),
     _value("schedule.warmup_init_lr", "schedule.warmup_steps"),
     _value(
-        "precision: fp8_skip_layers fp8_experts fp8_backend",
+        "precision: fp8_skip_layers fp8_experts fp8_rules fp8_evaluation",
         "precision.fp8",
         *FP8_RECIPES,
     ),
-    _value("precision.fp8_amax_history", "precision.fp8", "delayed"),
+    _of_recipes("fp8_backend", "current", "delayed"),
+    _of_recipes("fp8_amax_history", "delayed"),
+    _of_recipes("fp8_format", "block128", "mxfp8"),
+    _of_recipes("fp8_scales", "block128", "mxfp8"),
+    _of_recipes("fp8_block", "block128"),
+    _of_recipes("fp8_emulate", *FP8_OF_BLOCKS),
     _value(
         "precision: initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         "precision.compute",

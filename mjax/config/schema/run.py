@@ -396,10 +396,14 @@ class TrainConfig(Group):
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
-# Recipes of 8 bits: `kernels/fp8/recipe.py` has a class for each, but for those that are not built.
-Fp8 = Literal["none", "current", "delayed", "mxfp8", "nvfp4"]
+# Recipes of 8 bits and 4: `kernels/fp8/recipe.py` has a class for each.
+Fp8 = Literal["none", "current", "delayed", "block128", "mxfp8", "nvfp4"]
 FP8_RECIPES = get_args(Fp8)[1:]
-FP8_NOT_BUILT = "mxfp8", "nvfp4"
+FP8_OF_BLOCKS = FP8_RECIPES[2:]
+# A pattern of weights' names, and the recipe of those.
+RecipeRule = Annotated[tuple[str, Fp8], Field(strict=False)]
+_Count = Annotated[int, Field(ge=0)]
+FirstAndLast = _Count | Annotated[tuple[_Count, _Count], Field(strict=False)]
 
 
 class PrecisionConfig(Group):
@@ -419,17 +423,45 @@ class PrecisionConfig(Group):
     hysteresis: int = Field(2, ge=1)
     """Overflows until the scale is halved; then each one halves it."""
     fp8: Fp8 = "none"
-    """Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; mxfp8
-    and nvfp4 (block-scaled) need Blackwell.
+    """Layers multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; or by
+    those of blocks (block128, mxfp8; nvfp4 of 4 bits), which are emulated.
     """
+    fp8_rules: list[RecipeRule] = []
+    """Other recipes for some weights: [[pattern, recipe], ..] of roles or dotted names, * for
+    anything; the first that fits counts.
+    """
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
+    """Format of gradients in block128 and mxfp8; hybrid: E5M2. Others have their own."""
+    fp8_scales: Literal["power_of_two", "free", "floor"] = "power_of_two"
+    """Scales of blocks. free: of block128, any fp32; floor: of mxfp8, rounded as OCP says."""
+    fp8_block: int | None = Field(None, ge=1)
+    """Side of the blocks of block128, if not 128."""
+    fp8_emulate: bool = False
+    """Let GPUs multiply rounded blocks in plain JAX, which is slow."""
+    fp8_evaluation: bool = True
+    """Evaluate in the recipe, too; else in `compute`."""
     fp8_backend: Literal["xla", "te"] = "xla"
     """Code that rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
     fp8_amax_history: int = Field(1024, ge=1)
     """Steps that delayed scaling looks back."""
-    fp8_skip_layers: int = Field(0, ge=0)
-    """First and last layers left in `compute`."""
+    fp8_skip_layers: FirstAndLast = 0
+    """First and last layers left in `compute`: so many each, or [first, last]."""
     fp8_experts: bool = False
     """Round experts, too; else they are left in `compute`."""
+
+    @property
+    def fp8_left_out(self) -> tuple[int, int]:
+        """The numbers of first and of last layers that `fp8_skip_layers` leaves in `compute`."""
+        left = self.fp8_skip_layers
+        return left if isinstance(left, tuple) else (left, left)
+
+    @property
+    def fp8_recipes(self) -> tuple[str, ...]:
+        """The recipes that some weight may have, that of the run first."""
+        if self.fp8 == "none":
+            return ()
+        others = [recipe for _, recipe in self.fp8_rules if recipe != "none"]
+        return tuple(dict.fromkeys([self.fp8, *others]))
 
 
 class Config(Group):

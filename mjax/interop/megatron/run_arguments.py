@@ -33,7 +33,12 @@ DECAYS = {
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
-_FP8 = {"tensorwise": "current", "delayed": "delayed", "mxfp8": "mxfp8"}
+_FP8 = {
+    "tensorwise": "current",
+    "delayed": "delayed",
+    "blockwise": "block128",
+    "mxfp8": "mxfp8",
+}
 
 
 def _above_zero(value: object) -> object:

@@ -29,6 +29,8 @@ from mjax.kernels.base.chooser import Choice, choose
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
 from mjax.kernels.fp8 import transformer_engine
+from mjax.kernels.fp8.block_recipes import Block128, BlockScaled, MxFp8, NvFp4
+from mjax.kernels.fp8.four_bits import GradientPlaces
 from mjax.kernels.fp8.quantize import (
     SCALES,
     amax_of,
@@ -87,6 +89,11 @@ class PerTensor:
     scales_shape: ClassVar[tuple[int, ...]] = (3,)
     # Bytes of an entry of a weight as matmuls read it.
     weight_bytes: ClassVar[float] = 1.0
+    # Whether weights are rounded to bytes where they are stored, and a tensor has one scale.
+    stores_weights: ClassVar[bool] = True
+    scales_tensors: ClassVar[bool] = True
+    # Whether `round_gradient` asks for the places of the gradient's elements.
+    needs_places: ClassVar[bool] = False
 
     # ---- what matmuls ask --------------------------------------------------------------------
 
@@ -94,8 +101,12 @@ class PerTensor:
         """Rounds x [M, K] for the forward product and for the weight's gradient."""
         return self._rounded(x, scales[0], E4M3, parallel)
 
-    def round_weight(self, value: jax.Array, scales: jax.Array) -> jax.Array:
-        """Rounds a weight, where no bits of it were stored."""
+    def kept_input(self, x8: Rounded8) -> Rounded8:
+        """The part of a rounded input that the backward reads."""
+        return x8
+
+    def round_weight(self, value: jax.Array, scales: jax.Array, contracted: int) -> jax.Array:
+        """Rounds a weight, where no bits of it were stored, for a product over an axis of it."""
         return quantize_to(value, scales[1], E4M3)
 
     def store_weights(self, stack: jax.Array, scales: jax.Array) -> jax.Array:
@@ -106,8 +117,17 @@ class PerTensor:
         """The 8-bit numbers that stored bits are, in any shape."""
         return lax.bitcast_convert_type(bits, E4M3)
 
-    def round_gradient(self, g: jax.Array, scales: jax.Array, parallel: Parallel) -> Gradient8:
-        """Rounds the gradient g [M, N] of y for both products of the backward."""
+    def round_gradient(
+        self,
+        g: jax.Array,
+        scales: jax.Array,
+        parallel: Parallel,
+        places: GradientPlaces | None = None,
+    ) -> Gradient8:
+        """Rounds the gradient g [M, N] of y for both products of the backward.
+
+        `places` of its elements key rounding at random.
+        """
         scale = scales[2]
         if self.gradient_kernel(g.dtype, g.shape).name == "triton":
             g8 = gate.to_fp8_both(g, scale, E5M2)
@@ -269,14 +289,20 @@ class Delayed(PerTensor):
         return jax.tree.map(lambda a, history: delayed_scales(a, history, tokens), amax, state)
 
 
-# The type of all recipes; one that scales blocks makes it a union.
-Recipe = PerTensor
+Recipe = PerTensor | BlockScaled
 
-RECIPES: dict[str, type[Recipe]] = {kind.name: kind for kind in (Current, Delayed)}
+RECIPES: dict[str, type[Recipe]] = {
+    kind.name: kind for kind in (Current, Delayed, Block128, MxFp8, NvFp4)
+}
 
 
-def recipe_of(precision: PrecisionConfig) -> Recipe | None:
-    """The recipe that `precision.fp8` names, or None."""
-    if precision.fp8 == "none":
+def recipe_of(precision: PrecisionConfig, name: str | None = None) -> Recipe | None:
+    """The recipe of a `name`, by default that of `precision.fp8`; None if it is "none"."""
+    name = precision.fp8 if name is None else name
+    if name == "none":
         return None
-    return RECIPES[precision.fp8](precision.fp8_backend)
+    kind = RECIPES[name]
+    if issubclass(kind, PerTensor):
+        return kind(precision.fp8_backend)
+    gradients = "e5m2" if precision.fp8_format == "hybrid" else "e4m3"
+    return kind(gradients, precision.fp8_scales, precision.fp8_emulate, precision.fp8_block)

@@ -55,9 +55,9 @@ def row(h: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
 def _in_pieces(rows: int, weights: tuple[Weight, ...], ctx: Context) -> bool:
     """Whether shards of `rows` tokens are exchanged piece by piece.
 
-    Each piece would read a weight in few bits again.
+    Each piece would read a weight in few bits again. Rounding at random knows places of all tokens.
     """
-    return ctx.overlaps(rows) and not any(w.is_coded for w in weights)
+    return ctx.overlaps(rows) and not any(w.is_coded or w.places is not None for w in weights)
 
 
 def _products(

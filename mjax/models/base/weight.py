@@ -20,6 +20,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.fp8.channels import Channels8
+from mjax.kernels.fp8.four_bits import GradientPlaces
 from mjax.kernels.fp8.recipe import Recipe
 from mjax.kernels.nf4.values import Nf4
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
@@ -43,6 +44,7 @@ class Weight:
     scales: fp32 [3] of x, of the weight and of the gradient of y, if there is a recipe.
     grad_sum: fp32, shaped like value: the sum of the gradients of earlier micro-batches.
     adapter: its product is added to that of the weight, or None. The weight is frozen then.
+    places: of the elements of y's gradient, where a recipe rounds them at random.
     name: of the matmul (`ParamSpec.matmul`). inputs: how many leading axes of value are contracted.
 
     As a cotangent, `value` is the gradient, or `grad_sum` is the sum with the gradient added and
@@ -57,6 +59,7 @@ class Weight:
     scales: jax.Array | None = None
     grad_sum: jax.Array | None = None
     adapter: Adapter | None = None
+    places: GradientPlaces | None = None
     name: str = _static("")
     inputs: int = _static(1)
     recipe: Recipe | None = _static(None)
@@ -66,19 +69,28 @@ class Weight:
         """Whether the value is in a form of few bits, which multiplies by itself."""
         return isinstance(self.value, Nf4 | Channels8)
 
+    @property
+    def scales_tensors(self) -> bool:
+        """Whether it has a recipe with one scale a tensor."""
+        return self.recipe is not None and self.recipe.scales_tensors
+
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
         has_channels = isinstance(self.value, Channels8)
         value = self.value.of_outputs(take) if has_channels else take(self.value)
         adapter = self.adapter
+        places = self.places
+        if places is not None:
+            own = take(places.outputs)
+            places = places._replace(outputs=own)
         if adapter is None:
-            return replace(self, value=value)
+            return replace(self, value=value, places=places)
         length = adapter.magnitude
         if length is not None:
             length = take(length)
         take_b = take if adapter.scales is None else jax.vmap(take)
         adapter = replace(adapter, b=take_b(adapter.b), magnitude=length)
-        return replace(self, value=value, adapter=adapter)
+        return replace(self, value=value, adapter=adapter, places=places)
 
 
 # A parameter as the model reads it: a matmul's weight, or a table, norm or bias.
@@ -245,14 +257,15 @@ def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[ja
     x8 = w.recipe.round_input(x, w.scales, parallel)
     w8, axis = forward_operand(w)
     y = w.recipe.product(x8, w8, axis, w.scales, x.dtype)
-    kept = x8, kept_for_backward(w)
-    return y, kept
+    kept_x = w.recipe.kept_input(x8)
+    kept_w = kept_for_backward(w)
+    return y, (kept_x, kept_w)
 
 
 def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tuple:
     x8, w = saved
     recipe = w.recipe
-    g8 = recipe.round_gradient(g, w.scales, parallel)
+    g8 = recipe.round_gradient(g, w.scales, parallel, w.places)
     w8 = backward_operand(w)
     dx = recipe.input_gradient(g8, w8, w.scales, g.dtype)
 
@@ -275,14 +288,17 @@ def forward_operand(w: Weight) -> tuple[jax.Array, int]:
     """
     if w.transposed is not None:
         return w.recipe.stored_weight(w.transposed), 1
-    return backward_operand(w), 0
+    return backward_operand(w, 0), 0
 
 
-def backward_operand(w: Weight) -> jax.Array:
-    """A weight [K, N] in 8 bits, from its stored bits where they are there."""
+def backward_operand(w: Weight, contracted: int = 1) -> jax.Array:
+    """A weight [K, N] in 8 bits, from its stored bits where they are there.
+
+    A product over the axis `contracted` reads it; the backward's is over N.
+    """
     if w.bits is not None:
         return w.recipe.stored_weight(w.bits)
-    return w.recipe.round_weight(w.value, w.scales)
+    return w.recipe.round_weight(w.value, w.scales, contracted)
 
 
 def kept_for_backward(w: Weight) -> Weight:
@@ -304,7 +320,7 @@ def cotangent_fp8(
     """
     seen_x, seen_g = seen
     maxima = jnp.stack([seen_x, jnp.zeros_like(seen_x), seen_g])
-    cotangent = replace(w, value=None, bits=None, transposed=None, scales=maxima)
+    cotangent = replace(w, value=None, bits=None, transposed=None, places=None, scales=maxima)
     if w.grad_sum is None:
         return replace(cotangent, value=product(dtype))
     return replace(cotangent, grad_sum=w.grad_sum + product(w.grad_sum.dtype))

@@ -116,6 +116,7 @@ class MLP(BranchModule):
         up, down = weight_of(self.up), weight_of(self.down)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
         is_plain = up.adapter is None and down.adapter is None and not up.is_coded
+        is_plain &= up.recipe == down.recipe
         if self._in_one_function(x, ctx) and is_plain:
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
                 return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))

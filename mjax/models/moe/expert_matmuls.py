@@ -1,5 +1,7 @@
 """The two grouped matmuls of experts, each a function with its own backward.
 
+A recipe that scales blocks rounds each operand of the six products; other recipes have functions of
+their own (`matmuls_fp8.py`).
 Rows are gathered again in the backward instead of being kept, and gates are multiplied in before
 the second matmul, so that the backward does not need its output (SonicMoE, arXiv 2512.14080).
 """
@@ -20,13 +22,13 @@ from mjax.models.moe.dispatch import (
     sums_of_rows,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.grouped_linear import matrices_of, weight_cotangent
+from mjax.models.moe.grouped_linear import rounded_matrices, rounded_rows, weight_cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
-    rows = rows_of_tokens(x, dispatch)
+    rows = rows_of_tokens(rounded_rows(x, up, "input"), dispatch)
     h = _products_of_rows(rows, up, dispatch, expert.kernel)
     return h.reshape(-1, *up.value.shape[2:])
 
@@ -43,9 +45,8 @@ def backward_of_up(
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    sizes = dispatch.sizes
-    d_up = weight_cotangent(up, rows, dh, sizes, expert.kernel)
-    d_rows = grouped_matmul(dh, matrices_of(up, dh.dtype), sizes, expert.kernel, transposed=True)
+    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
+    d_rows = _gradients_of_rows(dh, up, dispatch, expert.kernel)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up
 
@@ -70,7 +71,7 @@ def multiply_down(
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
     of_rows = gates_of_rows(gates, dispatch)
-    rows = expert.weighted(h, of_rows)
+    rows = rounded_rows(expert.weighted(h, of_rows), down, "input")
     y = _products_of_rows(rows, down, dispatch, expert.kernel)
     return sums_of_rows(y, dispatch)
 
@@ -90,9 +91,8 @@ def backward_of_down(
     dy = rows_of_tokens(dy, dispatch)
     of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    sizes = dispatch.sizes
-    d_down = weight_cotangent(down, rows, dy, sizes, expert.kernel)
-    d_rows = grouped_matmul(dy, matrices_of(down, dy.dtype), sizes, expert.kernel, transposed=True)
+    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
+    d_rows = _gradients_of_rows(dy, down, dispatch, expert.kernel)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down
 
@@ -108,7 +108,14 @@ def _products_of_rows(x: jax.Array, w: Weight, dispatch: Dispatch, kernel: str) 
     """Rows x [M, inputs], each times its expert's matrix, [M, outputs]."""
     if isinstance(w.value, Channels8):
         return w.value.grouped_product(x, dispatch.sizes, kernel)
-    return grouped_matmul(x, matrices_of(w, x.dtype), dispatch.sizes, kernel)
+    return grouped_matmul(x, rounded_matrices(w, x.dtype, 0), dispatch.sizes, kernel)
+
+
+def _gradients_of_rows(dy: jax.Array, w: Weight, dispatch: Dispatch, kernel: str) -> jax.Array:
+    """The gradients [M, inputs] of rows, from those of their products, [M, outputs]."""
+    dy = rounded_rows(dy, w, "gradient")
+    matrices = rounded_matrices(w, dy.dtype, 1)
+    return grouped_matmul(dy, matrices, dispatch.sizes, kernel, transposed=True)
 
 
 def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:

@@ -93,7 +93,7 @@ def run_experts(
 ) -> ExpertSums:
     """Tokens x [B, S/tp, D] through their experts."""
     some_dropped = _has_capacity(cfg, ctx) or cfg.moe.skip_padding
-    if weights.up.recipe is None or not some_dropped:
+    if not (weights.up.scales_tensors or weights.down.scales_tensors) or not some_dropped:
         return _run_experts(x, routing, weights, cfg, ctx)
     # FP8's maxima are those of tokens that have an expert, and of their gradients.
     is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
@@ -113,7 +113,7 @@ def _run_experts(
     facts = {
         "asked": ctx.kernels.experts,
         "has_capacity": _has_capacity(cfg, ctx),
-        "eight_bits": up.recipe is not None,
+        "eight_bits": up.scales_tensors or weights.down.scales_tensors,
     }
     routed = routed_tokens(x, routing, cfg, ctx)
     held = up.value.shape[0]
@@ -126,7 +126,7 @@ def _run_experts(
     if kernel != "loop":
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
-    in_one_function = not weights.have_adapters and up.recipe is not None
+    in_one_function = not weights.have_adapters and up.recipe == weights.down.recipe
     if in_one_function and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
         rows = _rows_of_pass(expert, routed, dispatch, parallel)
@@ -159,12 +159,14 @@ def _sums_of_experts(
     """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
     up, down, bias, _ = weights
     rows = _rows_of_pass(expert, routed, dispatch, parallel)
-    if rows < len(dispatch.pairs) and up.recipe is None and not weights.are_frozen:
+    is_plain = up.recipe is None and down.recipe is None and not weights.are_frozen
+    if rows < len(dispatch.pairs) and is_plain:
         operands = Operands(routed.x, routed.gates, up, down, bias)
         return experts_in_passes(expert, rows, operands, dispatch)
     by_up, by_down = multiply_up, multiply_down
-    if up.recipe is not None:
+    if up.scales_tensors:
         by_up = functools.partial(multiply_up8, parallel)
+    if down.scales_tensors:
         by_down = functools.partial(multiply_down8, parallel)
     h = by_up(expert, routed.x, replace(up, adapter=None), dispatch)
     if up.adapter is not None:

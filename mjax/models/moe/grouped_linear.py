@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from mjax.kernels.fp8.block_recipes import OperandRole
 from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
 from mjax.kernels.nf4.values import read
 from mjax.models.base.weight import Weight
@@ -19,6 +20,21 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
     return value.reshape(*w.value.shape[:2], -1)
 
 
+def rounded_rows(x: jax.Array, w: Weight, role: OperandRole) -> jax.Array:
+    """Rows [M, C] as a product over C with `w` reads them."""
+    if w.recipe is None:
+        return x
+    return w.recipe.rows_of_experts(x, role)
+
+
+def rounded_matrices(w: Weight, dtype: jnp.dtype, contracted: int) -> jax.Array:
+    """`matrices_of` as a product over their inputs (0) or outputs (1) reads them."""
+    matrices = matrices_of(w, dtype)
+    if w.recipe is None:
+        return matrices
+    return w.recipe.weights_of_experts(matrices, contracted)
+
+
 def weight_cotangent(
     w: Weight, x: jax.Array, g: jax.Array, sizes: jax.Array, kernel: str
 ) -> Weight | None:
@@ -31,12 +47,20 @@ def weight_cotangent(
     total = w.grad_sum
     if w.is_coded:
         return None
+    if w.recipe is not None:
+        x = w.recipe.columns_of_experts(x, sizes, "input")
+        g = w.recipe.columns_of_experts(g, sizes, "gradient")
+        nothing = jnp.zeros_like(w.scales)
+        w = replace(w, scales=nothing)
     if total is None:
         product = grouped_weight_gradient(x, g, sizes, None, kernel)
-        return replace(w, value=product.reshape(w.value.shape))
-    matrices = total.reshape(matrices_of(w, x.dtype).shape)
+        gradient = product.reshape(w.value.shape)
+        return replace(w, value=gradient)
+    like = matrices_of(w, x.dtype)
+    matrices = total.reshape(like.shape)
     product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
-    return replace(w, value=None, grad_sum=product.reshape(total.shape))
+    total = product.reshape(total.shape)
+    return replace(w, value=None, grad_sum=total)
 
 
 def weight_cotangent8(
@@ -52,12 +76,17 @@ def weight_cotangent8(
     `g` are the same of their gradients: (e5m2 [outputs, M], fp32 [2] of scale and maximum). The
     gradient is in `dtype` where no sum takes it.
     """
-    (x8, used_x), (g8, used_g) = x, g
+    x8, used_x = x
+    g8, used_g = g
     shape = len(sizes), len(x8), len(g8)
-    scale, total = 1 / (used_x[0] * used_g[0]), w.grad_sum
+    scale = 1 / (used_x[0] * used_g[0])
+    total = w.grad_sum
     matrices = None if total is None else total.reshape(shape)
     product = grouped_weight_gradient8(x8, g8, sizes, scale, dtype, matrices, kernel)
-    product = product.reshape((w.value if w.bits is None else w.bits).shape)
+    like = w.value if w.bits is None else w.bits
+    product = product.reshape(like.shape)
     maxima = jnp.stack([used_x[1], jnp.zeros_like(used_x[1]), used_g[1]])
     w = replace(w, value=None, bits=None, transposed=None, scales=maxima)
-    return replace(w, value=product) if total is None else replace(w, grad_sum=product)
+    if total is None:
+        return replace(w, value=product)
+    return replace(w, grad_sum=product)

@@ -128,7 +128,7 @@ multiply_down8.defvjp(_down_forward, _down_backward)
 
 def in_one(expert: Expert, up: Weight, has_biases: bool) -> bool:
     """Whether `gated_experts8` computes such experts."""
-    plain = expert.gated and expert.limit is None and not has_biases
+    plain = expert.gated and expert.limit is None and not has_biases and up.scales_tensors
     return plain and up.recipe.supports("gated experts") and expert.hidden_act in gate.GATES
 
 

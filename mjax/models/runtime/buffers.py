@@ -54,10 +54,11 @@ class Buffer:
 
 def buffers_of(precision: PrecisionConfig, specs: dict) -> dict[str, Buffer]:
     """The buffers of a run, by name; `specs` are the parameters' as stored."""
-    recipe = recipe_of(precision)
-    if recipe is None or not recipe.remembers:
-        return {}
-    return {"fp8": maxima_buffer(recipe, specs, precision.fp8_amax_history)}
+    for name in precision.fp8_recipes:
+        recipe = recipe_of(precision, name)
+        if recipe.remembers:
+            return {"fp8": maxima_buffer(recipe, name, specs, precision.fp8_amax_history)}
+    return {}
 
 
 def buffer_keys(config: dict) -> list[str]:
@@ -65,20 +66,29 @@ def buffer_keys(config: dict) -> list[str]:
 
     A run that is resumed may not change them.
     """
-    recipe = RECIPES.get(config["precision"].get("fp8"))
-    if recipe is None or not recipe.remembers:
+    precision = config["precision"]
+    names = [precision.get("fp8"), *(recipe for _, recipe in precision.get("fp8_rules", []))]
+    if not any(name in RECIPES and RECIPES[name].remembers for name in names):
         return []
-    return [f"precision.{name}" for name in ("fp8", "fp8_amax_history", "fp8_experts")]
+    keys = "fp8", "fp8_amax_history", "fp8_experts", "fp8_rules"
+    return [f"precision.{name}" for name in keys]
 
 
-def maxima_buffer(recipe: Recipe, specs: dict, steps: int) -> Buffer:
-    """The maxima of the last steps that a recipe remembers: {stack: {matmul: fp32 [L, ..]}}."""
+def maxima_buffer(recipe: Recipe, name: str, specs: dict, steps: int) -> Buffer:
+    """The maxima of the last steps that a recipe remembers: {stack: {matmul: fp32 [L, ..]}}.
+
+    They are of the weights whose recipe has that name.
+    """
 
     def initial(params: dict) -> dict:
-        return recipe.first_state(fp8_leaves(params, specs), steps)
+        return recipe.first_state(fp8_leaves(params, specs, name), steps)
 
     def update(history: dict, seen: Seen, parallel: Parallel) -> tuple[dict, jax.Array]:
-        return recipe.next_state(history, seen.maxima, parallel)
+        own = {
+            stack: {matmul: seen.maxima[stack][matmul] for matmul in of_stack}
+            for stack, of_stack in history.items()
+        }
+        return recipe.next_state(history, own, parallel)
 
     return Buffer(initial, ("layers",), update)
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from mjax.config.languages.layer_pattern import stack_index, stack_of
 from mjax.kernels.fp8.recipe import Recipe
 from mjax.sharding.rules import ParamPlacement, is_partly_read
+from mjax.sharding.spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Execution:
     sums_in_matmuls: whether matmuls add their weights' gradients to the running sums.
     overlap: whether a layer's exchanges run under other layers' matmuls. Only matmul weights are
         then gathered and reduced by each layer, all others once a step.
-    recipe: of 8-bit matmuls, or None.
+    recipe: of 8-bit matmuls, or None. recipes: those of some weights, by names in the config.
     quantize_stored: whether weights are rounded to 8 bits where they are stored, so that ZeRO
         gathers bytes.
     compute, accumulate: dtypes of weights and activations, and of sums of gradients.
@@ -69,6 +70,7 @@ class Execution:
     sums_in_matmuls: bool = False
     overlap: bool = False
     recipe: Recipe | None = None
+    recipes: tuple[tuple[str, Recipe], ...] = ()
     quantize_stored: bool = False
     compute: str = "bfloat16"
     accumulate: str = "float32"
@@ -86,6 +88,12 @@ class Execution:
     def loops(self) -> bool:
         """Whether layers run in a loop."""
         return self.unroll > 0
+
+    def recipe_for(self, spec: ParamSpec) -> Recipe | None:
+        """The recipe that rounds a parameter, or None."""
+        if self.recipe is None or not spec.takes_fp8:
+            return None
+        return dict(self.recipes).get(spec.recipe, self.recipe)
 
     def exchanged_in_layer(self, where: ParamPlacement) -> bool:
         """Whether a layer gathers this parameter, and its backward reduces the gradient.

@@ -40,12 +40,15 @@ def fp8_scales(
 
     `history` is the state of the recipe, if it has one.
     """
+    scales: dict[str, dict] = {}
     if execution.recipe is None:
-        return {}
-    masters = fp8_leaves(params, placement.specs)
-    return execution.recipe.step_scales(
-        masters, execution.compute, history, tokens, placement.parallel
-    )
+        return scales
+    for name, recipe in execution.recipes:
+        masters = fp8_leaves(params, placement.specs, name)
+        facts = execution.compute, history, tokens, placement.parallel
+        for stack, of_stack in recipe.step_scales(masters, *facts).items():
+            scales.setdefault(stack, {}).update(of_stack)
+    return scales
 
 
 @jax.named_scope("gather")
@@ -90,9 +93,10 @@ def _load_weight(
     """
     in_layer = execution.exchanged_in_layer(where)
     value = master.astype(where.spec.dtype(execution.compute))
-    bits = None
-    if scales is not None and execution.quantize_stored and is_matmul_weight(where):
-        bits = execution.recipe.store_weights(value, scales)
+    bits, recipe = None, execution.recipe_for(where.spec)
+    rounds = recipe is not None and recipe.stores_weights and execution.quantize_stored
+    if scales is not None and rounds and is_matmul_weight(where):
+        bits = recipe.store_weights(value, scales)
     if in_layer and execution.overlap and where.spec.is_trained:
         value = master.astype(execution.accumulate)
 
@@ -101,7 +105,6 @@ def _load_weight(
             value = where.gather(value)
             bits = None if bits is None else where.gather(bits)
         of_matmul = {"name": where.spec.matmul, "inputs": where.spec.inputs}
-        recipe = execution.recipe if where.spec.takes_fp8 else None
         return Weight(value, bits, scales=scales, recipe=recipe, **of_matmul)
 
     if not (execution.apart and where.spec.is_stacked):
@@ -120,15 +123,16 @@ def _row(stack: jax.Array | None, i: int) -> jax.Array | None:
     return None if stack is None else stack[i]
 
 
-def fp8_leaves(tree: dict, specs: dict) -> dict[str, dict]:
+def fp8_leaves(tree: dict, specs: dict, recipe: str | None = None) -> dict[str, dict]:
     """The entries of `tree` that 8-bit matmuls of layers read: {stack: {matmul: entry}}.
 
-    `tree` and `specs` are like the parameters; `specs` declares them.
+    `tree` and `specs` are like the parameters; `specs` declares them. `recipe`: only entries of
+    that name.
     """
     matmuls: dict[str, dict] = {}
 
     def add(spec: ParamSpec, entry) -> None:
-        if spec.takes_fp8:
+        if spec.takes_fp8 and recipe in (None, spec.recipe):
             entries[spec.matmul] = entry
 
     for stack in sorted(specs):

@@ -20,6 +20,7 @@ from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
+from mjax.models.runtime.gradient_places import with_gradient_places
 from mjax.models.runtime.layer_outputs import no_outputs, with_output
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
@@ -193,6 +194,8 @@ class Layers:
         places = self._token_places(definition.drops_out, kind, call)
         tokens = call.inputs.tokens.of(stream_of(kind))
         slots = None if tokens is None else tokens.adapters
+        facts = definition.specs, tokens, call.number, parallel
+        weights = with_gradient_places(weights, *facts)
         block = definition.bind(weights, parallel, places, slots)
         output = block(
             carry.x,

@@ -226,10 +226,10 @@ def test_a_state_with_a_number_that_is_none_is_not_kept():
     jax.tree.map(np.testing.assert_array_equal, trainer.state["buffers"]["fp8"], before)
 
 
-def learn(recipe: str) -> float:
+def learn(recipe: str, *keys: str) -> float:
     """Held-out loss after 60 steps on text whose next token mostly follows from the last."""
     more = "schedule.lr=1e-2", "model.vocab_size=31", "train.steps=60"
-    trainer = make_trainer("dense", Cell(), f"precision.fp8={recipe}", *more)
+    trainer = make_trainer("dense", Cell(), f"precision.fp8={recipe}", *more, *keys)
     held_out = text(99)
     for i in range(60):
         trainer.step(text(i))

@@ -589,7 +589,14 @@ BROKEN = {
         [*CLIP, "train.global_batch_size=1", "train.micro_batch_size=1"],
         "train.global_batch_size=1: a pair that is alone has no other",
     ),
-    "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
+    "fp8_experts_in_four_bits": (
+        ["precision.fp8=nvfp4", "precision.fp8_experts=true"],
+        "precision.fp8_experts=True with the rounding at random of nvfp4 is not built",
+    ),
+    "fp8_scales_of_recipe": (
+        ["precision.fp8=mxfp8", "precision.fp8_scales=free"],
+        "precision.fp8_scales='free' is of precision.fp8=block128 alone",
+    ),
     "fp8_experts_one_by_one": (
         ["precision.fp8=current", "precision.fp8_experts=true", "train.experts=loop"],
         "train.experts='loop' has no products of 8 bits for precision.fp8='current'",
@@ -818,6 +825,21 @@ UNREAD = [
     (["data.fim_fragment_rate=0.5"], "data.fim_fragment_rate=0.5", "data.fim_rate=0.0"),
     (["precision.fp8_skip_layers=1"], "precision.fp8_skip_layers=1", "precision.fp8='none'"),
     (["precision.fp8_backend=te"], "precision.fp8_backend='te'", "precision.fp8='none'"),
+    (
+        ["precision.fp8=block128", "precision.fp8_backend=te"],
+        "precision.fp8_backend",
+        "precision.fp8='block128'",
+    ),
+    (
+        ["precision.fp8=nvfp4", "precision.fp8_format=hybrid"],
+        "precision.fp8_format",
+        "precision.fp8='nvfp4'",
+    ),
+    (
+        ["precision.fp8=mxfp8", "precision.fp8_block=32"],
+        "precision.fp8_block=32",
+        "precision.fp8='mxfp8'",
+    ),
     (["precision.hysteresis=1"], "precision.hysteresis=1", "precision.compute='bfloat16'"),
     (["schedule.wsd_decay_steps=9"], "schedule.wsd_decay_steps=9", "schedule.decay='cosine'"),
 ]
