@@ -276,7 +276,7 @@ class Trainer:
         if self.role_fields is no_fields and self.live_role_fields is no_fields:
             raise UserError(
                 f"batch: {', '.join(awaited)} is computed by a role, which this command has none "
-                "of; train with mjax preference"
+                "of; mjax preference, distill and reinforce have theirs"
             )
         return placed | self.role_fields(placed)
 

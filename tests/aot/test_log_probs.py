@@ -11,10 +11,10 @@ from jax.sharding import SingleDeviceSharding
 from mjax.kernels.loss.cross_entropy import token_sums
 from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.rows import Terms
-from mjax.kernels.loss.token_functions import ClippedRatio
 from mjax.plan.absent_devices import compiler_devices, compiler_told
 from mjax.sharding.collectives import LOCAL
 from tests.aot.common import H200, missing
+from tests.clipped_ratio import ClippedRatio
 from tests.devices import GPU, choose_for
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

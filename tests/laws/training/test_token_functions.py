@@ -14,11 +14,12 @@ from mjax.config import load
 from mjax.errors import UserError
 from mjax.interop.pretrained import Pretrained
 from mjax.kernels.loss.log_probs import sequence_sums
-from mjax.kernels.loss.token_functions import ClippedRatio, DynamicFineTuning
+from mjax.kernels.loss.token_functions import DynamicFineTuning
 from mjax.objectives.fields import BatchField
 from mjax.objectives.next_token import NextToken
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
+from tests.clipped_ratio import ClippedRatio
 from tests.marks import exhaustive, quick, slow
 
 LAYERS = "model.num_hidden_layers=2"

@@ -17,13 +17,9 @@ from mjax.kernels.loss import rows as kernel
 from mjax.kernels.loss.cross_entropy import cross_entropy, token_sums
 from mjax.kernels.loss.log_probs import of_each_token, sequence_sums, token_scores
 from mjax.kernels.loss.rows import LossTile, Terms, rows
-from mjax.kernels.loss.token_functions import (
-    ClippedRatio,
-    DynamicFineTuning,
-    TokenScores,
-    negative_log_prob,
-)
+from mjax.kernels.loss.token_functions import DynamicFineTuning, TokenScores, negative_log_prob
 from mjax.sharding.collectives import LOCAL, Parallel
+from tests.clipped_ratio import ClippedRatio
 from tests.devices import GPU, choose_for
 from tests.marks import quick
 from tests.triton_interpreter import interpret
