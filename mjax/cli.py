@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
     "preference": Command("train on preferences: DPO, KTO, ORPO, ..", "mjax.post.preference"),
     "reward": Command("train a reward model on pairs or steps", "mjax.post.reward"),
+    "reinforce": Command("train a policy on rewards of its answers", "mjax.post.reinforce"),
     "distill": Command("train a student on a teacher", "mjax.post.distill"),
     "prune": Command("make a smaller model of a larger one", "mjax.post.prune"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -155,6 +156,12 @@ class StepRunner:
             self.params = None
         apart = take_apart(self.definition.specs, params, self.dtype, donate, self._form)
         self.params = jax.device_put(apart, self._places)
+        self.version += 1
+
+    def exchange_weights(self, apart: dict) -> None:
+        """Go on with other parameters in the form that they have here: all, or some of them."""
+        held = {} if self.params is None else flatten_dict(self.params)
+        self.params = unflatten_dict(held | flatten_dict(apart))
         self.version += 1
 
     def require_weights(self, params: dict) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -70,6 +71,22 @@ def take_apart(
         return made if spec.is_stacked else made[0]
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def converted_apart(specs: dict, params: dict, dtype: jnp.dtype, form: Form | None) -> dict:
+    """`take_apart` of those parameters that are given, as part of one program; all are copies.
+
+    It takes the memory of all its results at a time, and compiles once for the whole model.
+    """
+    declared, found = flatten_dict(specs), {}
+    for path, given in flatten_dict(params).items():
+        spec = declared[path]
+        layer, wanted = _layer_spec(spec), spec.dtype(dtype)
+        rounding = form if form is not None and form.takes(spec) else None
+        rows = range(spec.shape[0]) if spec.is_stacked else [None]
+        made = [_converted(jnp.copy(given), row, layer, wanted, rounding) for row in rows]
+        found[path] = made if spec.is_stacked else made[0]
+    return unflatten_dict(found)
 
 
 def mesh_of(params: dict) -> Mesh | None:
