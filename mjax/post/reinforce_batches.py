@@ -3,22 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
 from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.zigzag import zigzag
 from mjax.objectives.fields import HostBatch
-from mjax.post.environments.environment import make_environment
+from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
-from mjax.post.role_programs import BASE_LOG_PROBS, LOG_PROBS
+from mjax.post.role_programs import log_probs_kind
 from mjax.post.roles import Role, reference_of, require_no_pipeline
 from mjax.post.rollouts.batches import RolloutStream
 from mjax.post.rollouts.collector import Collector, DrawingPlan
@@ -36,7 +34,7 @@ def reinforce_batches(trainer: Trainer, record: dict) -> RunBatches:
     world = World(trainer)
     stream = RolloutStream(
         trainer=trainer,
-        collector=world.collector(trainer.cfg.reinforce.environment_args),
+        collector=world.collector(),
         tokenizer=world.tokenizer,
         score=world.scorer(),
     )
@@ -68,17 +66,10 @@ class World:
         return load_tokenizer(self.trainer.cfg.data.tokenizer)
 
     @cached_property
-    def template(self) -> ChatTemplate | None:
-        """The chat template beside the tokenizer, if there is one."""
-        folder = Path(self.trainer.cfg.data.tokenizer)
-        try:
-            return load_chat_template(folder if folder.is_dir() else folder.parent)
-        except UserError:
-            return None
-
-    @cached_property
     def ends(self) -> list[int]:
-        return answer_ends(self.tokenizer, self.template)
+        """The tokens that end an answer."""
+        template = template_beside(self.trainer.cfg.data.tokenizer)
+        return answer_ends(self.tokenizer, template)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -116,18 +107,18 @@ class World:
 
     def workers(self, args: dict[str, Any]) -> EnvironmentWorkers:
         """The environment of the run with these arguments, in processes."""
-        settings = self.trainer.cfg.reinforce
-        make = partial(
-            make_environment,
+        cfg = self.trainer.cfg
+        settings = cfg.reinforce
+        return EnvironmentWorkers(
             settings.environment,
-            self.tokenizer,
+            cfg.data.tokenizer,
             self.ends,
-            template=self.template,
-            **args,
+            args,
+            count=settings.workers,
+            timeout_s=settings.reward_timeout,
         )
-        return EnvironmentWorkers(make, settings.workers, settings.reward_timeout)
 
-    def collector(self, args: dict[str, Any]) -> Collector:
+    def collector(self) -> Collector:
         """Collects the rollouts that are trained on."""
         cfg = self.trainer.cfg
         plan = DrawingPlan(
@@ -137,7 +128,8 @@ class World:
             most=cfg.reinforce.max_new_tokens,
             room=self.room,
         )
-        return Collector(self.policy, self.workers(args), plan)
+        open_judges = partial(self.workers, cfg.reinforce.environment_args)
+        return Collector(self.policy, open_judges, plan)
 
     def held_out_reward(self, beat: Callable[[], None]) -> Record:
         """The mean reward of the likeliest answers to held-out prompts; "loss" is its negative."""
@@ -149,8 +141,9 @@ class World:
         plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.room, "held-out ")
         self.policy.take_weights()
         args = settings.environment_args if given is None else given
-        with self.workers(args) as workers:
-            groups = Collector(self.policy, workers, plan, beat=beat).collect(0, count)
+        collector = Collector(self.policy, partial(self.workers, args), plan, beat=beat)
+        with collector:
+            groups = collector.collect(0, count)
         self.policy.rest()
         transcripts = [t for group in groups for t in group]
         reward = float(np.mean([t.reward for t in transcripts]))
@@ -167,12 +160,14 @@ class World:
     def scorer(self) -> Callable[[HostBatch], dict[str, np.ndarray]]:
         """Rates the labels of a batch by the policy and by the reference, where these are read."""
         trainer, settings, roles = self.trainer, self.trainer.cfg.reinforce, {}
+        temperature = self.params.temperature
         in_reward = settings.kl_coef > 0 and settings.kl_in_reward
         if settings.updates_per_rollout > 1 or settings.correction != "none" or in_reward:
-            roles["old_log_probs"] = Role("policy", trainer, frozen=False), LOG_PROBS
+            policy = Role("policy", trainer, frozen=False)
+            roles["old_log_probs"] = policy, log_probs_kind(True, temperature)
         if settings.kl_coef > 0:
             reference = reference_of(trainer, settings.reference)
-            kind = LOG_PROBS if reference.held is not None else BASE_LOG_PROBS
+            kind = log_probs_kind(reference.held is not None, temperature)
             roles["ref_log_probs"] = reference, kind
         if roles:
             require_no_pipeline(trainer, f"{' and '.join(roles)} of rollouts")

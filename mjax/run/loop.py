@@ -116,9 +116,11 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     batches = run.stream.batches(run.start, run.last - run.start, trainer.local_rows)
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        waited = run.host.waiting(run.wall.waiting(batches))
-        in_order = placed_when_due if run.batches.is_live else placed_ahead
-        ahead = in_order(partial(placed_by, run), waited)
+        if run.batches.is_live:  # to make a batch is work of the run
+            ahead = placed_when_due(partial(placed_by, run), batches)
+        else:
+            waited = run.host.waiting(run.wall.waiting(batches))
+            ahead = placed_ahead(partial(placed_by, run), waited)
         ready = until_data_fails(run, ahead)
         for step, (batch, placed) in enumerate(ready, start=run.start + 1):
             run.profiler.begin(step)

@@ -65,7 +65,7 @@ class RolloutStream:
         return 1 + min(answers, self.trainer.cfg.data.seq_length // 2)
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
-        with self.collector.judges:
+        with self.collector:
             for step in range(start, start + count):
                 self._seconds = {}
                 if not self.waiting:
@@ -79,8 +79,9 @@ class RolloutStream:
     # ---- resuming --------------------------------------------------------------------------------
 
     def record_at(self, step: int) -> dict:
-        waiting = list(map(batch_record, self.waiting))
-        return {"rollouts": {"bank": self._record, "phase": self.phase, "waiting": waiting}}
+        record = {"bank": self._record, "phase": self.phase}
+        record["waiting"] = list(map(batch_record, self.waiting))
+        return {"rollouts": record | {"figures": self._figures, "shown": self._shown}}
 
     def go_on(self, record: dict) -> None:
         """Go on from the record of a checkpoint."""
@@ -90,6 +91,7 @@ class RolloutStream:
             self.phase = found["phase"]
             self.waiting = list(map(batch_of, found["waiting"]))
             self._record = found["bank"]
+            self._figures, self._shown = found["figures"], found["shown"]
 
     # ---- a phase ---------------------------------------------------------------------------------
 

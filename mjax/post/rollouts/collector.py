@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class DrawingPlan:
 
 @dataclass
 class Collector:
-    """Rollouts of one policy in one environment.
+    """Rollouts of one policy in one environment; a context that has the environment's workers.
 
     asked: requests in the engine, by group and sample.
     seconds: time that went into "rollout" and "rewards".
@@ -69,15 +69,26 @@ class Collector:
     """
 
     policy: PolicyEngine
-    judges: Judges
+    open_judges: Callable[[], Judges]
     plan: DrawingPlan
     bank: Bank = field(default_factory=Bank)
     asked: dict[tuple[int, int], Request] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
     beat: Callable[[], None] = lambda: None
+    _judges: Any = None
     _judging: set[tuple[int, int]] = field(default_factory=set)
     _has_news: bool = False  # whether the environment has answered since groups were looked at
+
+    def __enter__(self) -> Self:
+        self._judges = self.open_judges().__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End the environments, and what the engine still draws for them."""
+        self._judges.__exit__(*failure)
+        for number in list(self.bank.groups):
+            self.abort(number)
 
     # ---- a phase ---------------------------------------------------------------------------------
 
@@ -168,7 +179,7 @@ class Collector:
     def _prompts(self, numbers: range) -> list[tuple[int, Sequence[int], Any]]:
         """(number, ids, state) of prompts, in order."""
         for number in numbers:
-            self.judges.submit((number, _RESET), "reset", self.plan.seed, number)
+            self._judges.submit((number, _RESET), "reset", self.plan.seed, number)
         found: dict[int, Any] = {}
         while len(found) < len(numbers):
             for (number, sample), turn in self._answers(_WAIT):
@@ -227,12 +238,12 @@ class Collector:
         rollout.is_asking = True
         self._judging.add(place)
         began = time.perf_counter()
-        self.judges.submit(place, "step", rollout.state, answer)
+        self._judges.submit(place, "step", rollout.state, answer)
         self.seconds["rewards"] += time.perf_counter() - began
 
     def _answers(self, timeout: float) -> Sequence[tuple[Any, Any]]:
         began = time.perf_counter()
-        found = self.judges.ready(timeout)
+        found = self._judges.ready(timeout)
         self.seconds["rewards"] += time.perf_counter() - began
         return found
 
