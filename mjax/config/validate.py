@@ -12,6 +12,7 @@ from mjax.config.rules.mesh_rules import MESH_RULES, mesh_sizes
 from mjax.config.rules.model_rules import MODEL_RULES
 from mjax.config.rules.optimizer_rules import OPTIMIZER_RULES
 from mjax.config.rules.preference_rules import PREFERENCE_RULES
+from mjax.config.rules.reinforce_rules import REINFORCE_RULES
 from mjax.config.rules.retro_rules import RETRO_RULES
 from mjax.config.rules.rule import Rule
 from mjax.config.rules.tower_rules import TOWER_RULES
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *TRAIN_RULES,
     *PREFERENCE_RULES,
     *DISTILL_RULES,
+    *REINFORCE_RULES,
     every_key_is_read,
 )
 

@@ -164,6 +164,8 @@ _CLASSES = {
     "preference": "mjax.post.preferences.objective:Preference",
     "distill": "mjax.post.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
+    "policy": "mjax.post.policy.objective:PolicyObjective",
+    "value": "mjax.post.policy.values:ValueObjective",
 }
 
 

@@ -68,6 +68,8 @@ GRIDS: tuple[list[Grid], ...] = (
     [Grid(2, 4, 2, 1.5)],
     [Grid(1, 4, 2), Grid(1, 2, 2)],
 )
+# Fields of objectives that make answers out of random tokens.
+OF_ANSWERS = {"answer_values", "advantages", "returns"}
 VIDEO = 9  # the token of a video's patches
 
 
@@ -317,7 +319,7 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
         batch |= make_images(trainer.cfg, rows, width)
     if trainer.cfg.model.modalities:
         batch |= with_items(trainer.cfg, batch)
-    if "answer_values" in trainer.objective.fields:
+    if not OF_ANSWERS.isdisjoint(trainer.objective.fields):
         batch |= trainer.objective.make_fields(batch, 0, 0, np.arange(rows))
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])

@@ -341,6 +341,22 @@ FEATURES["preferences"] = [
     "preference.loss_type=[sigmoid, ipo, sft]",
     "preference.precompute_ref_log_probs=true",
 ]
+POLICY = [
+    "train.objective=policy",
+    "reinforce.updates_per_rollout=2",
+    "reinforce.kl_coef=0.1",
+    "reinforce.sampling={temperature: 0.8}",
+]
+FEATURES["policy"] = [*POLICY, "reinforce.loss_type=grpo", "reinforce.correction=truncate"]
+FEATURES["policy, answers"] = [
+    *POLICY,
+    "reinforce.loss_type=gspo",
+    "reinforce.clip_low=0.4",
+    "reinforce.clip_high=0.4",
+    "reinforce.correction=sequence_mask",
+    "reinforce.entropy_coef=0.01",
+]
+FEATURES["values"] = ["train.objective=value", "model.num_labels=1", "reinforce.loss_type=ppo"]
 FEATURES["rewards"] = [
     "train.objective=reward",
     "model.num_labels=1",
@@ -393,6 +409,9 @@ NAMES = {
     "folded experts": "whole experts over ep and tp, with a balance loss",
     "folded, with all": "whole experts: a shared one, latents, capacity, biases, all-to-all",
     "preferences": "DPO and IPO of packed pairs, with a term for chosen answers",
+    "policy": "GRPO: ratios of tokens, a reference, truncated corrections",
+    "policy, answers": "GSPO: ratios of answers, masked corrections, a bonus for entropy",
+    "values": "PPO's critic",
     "rewards": "a reward model of packed pairs, centered",
 }
 # What a row has besides where there are twice as many layers.

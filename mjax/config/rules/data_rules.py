@@ -30,7 +30,7 @@ def one_data_source(c: Config) -> Iterator[str]:
     given["images.path"] = c.data.images.path
     given["conversations.path"] = c.data.conversations.path
     sources = [f"data.{name}" for name, value in given.items() if value]
-    if not sources:
+    if not sources and c.train.objective not in ("policy", "value"):
         yield "data: nothing to train on"
     if len(sources) > 1:
         yield f"{' and '.join(sources)} exclude each other"

@@ -75,9 +75,9 @@ def answers_are_documents(c: Config) -> Iterator[str]:
         yield "answers of a row would see each other: `data.document_mask`"
 
 
-@rule("set model.num_labels=1 with mjax reward, and to 0 with any other objective")
+@rule("set model.num_labels=1 for rewards and values, and to 0 with any other objective")
 def rewards_have_a_head(c: Config) -> Iterator[str]:
-    wanted = 1 if c.train.objective == "reward" else 0
+    wanted = 1 if c.train.objective in ("reward", "value") else 0
     if c.model.num_labels != wanted and ":" not in c.train.objective:
         yield "`train.objective` and `model.num_labels` do not go together"
 

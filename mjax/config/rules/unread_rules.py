@@ -127,6 +127,7 @@ _PATTERN, _PATCH, _MASKED = (
     "model.vision.patch_size",
     "data.masked.sentences",
 )
+_CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo"
 # Sizes are those of any model: others derive from them.
 _OF_HEADS = " ".join(name for name in AttentionConfig.model_fields if "head" not in name)
 # Files of families that have models without experts give num_experts_per_tok in all of them.
@@ -254,8 +255,18 @@ NEEDS = (
         "updates_per_rollout drops_equal_groups loss_type advantage_scale clip_low clip_high "
         "loss_divisor kl_coef kl_estimator kl_in_reward reference entropy_coef correction "
         "correction_low correction_high overlong_tokens gamma gae_lambda critic_lr value_clip",
-        "policy",
+        *("policy", "value"),
     ),
+    _value("reinforce: gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
+    _value("reinforce: kl_estimator kl_in_reward reference", "reinforce.kl_coef"),
+    _value("reinforce.correction_low", "reinforce.correction", "mask", "sequence_mask"),
+    _value(
+        "reinforce.correction_high",
+        "reinforce.correction",
+        *("truncate", "mask", "sequence_truncate", "sequence_mask"),
+    ),
+    _value("reinforce.clip_low", "reinforce.loss_type", *_CLIPPED),
+    _value("reinforce.clip_high", "reinforce.loss_type", *_CLIPPED, "cispo"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",
@@ -294,7 +305,8 @@ NEEDS = (
     _value("data.masked.mean_span", _MASKED, False),
     _objective("train: label_smoothing z_loss", "next_token", "masked_lm", "span_corruption"),
     _objective(
-        "train: loss_chunk", "next_token", "masked_lm", "span_corruption", "preference", "distill"
+        "train: loss_chunk",
+        *("next_token", "masked_lm", "span_corruption", "preference", "distill", "policy"),
     ),
     _objective("train.loss_divisor", "next_token", "masked_lm"),
     _objective("train.neftune_alpha", "next_token"),

@@ -1,13 +1,43 @@
 """The keys of reinforcement learning (docs/train/reinforcement.md)."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
 
-PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+PolicyLoss = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo"
+]
+AdvantageScale = Literal["group", "batch", "none"]
+PolicyDivisor = Literal["tokens", "sequences", "constant"]
+
+
+class PolicyDefaults(NamedTuple):
+    """The values of keys that are None, those that a loss was published with.
+
+    has_sequence_ratio: whether a ratio is one of a whole answer.
+    """
+
+    advantage_scale: AdvantageScale = "group"
+    loss_divisor: PolicyDivisor = "tokens"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    has_sequence_ratio: bool = False
+
+
+POLICY_DEFAULTS: dict[PolicyLoss, PolicyDefaults] = {
+    "grpo": PolicyDefaults(loss_divisor="sequences"),
+    "dr_grpo": PolicyDefaults("none", "constant"),
+    "dapo": PolicyDefaults(clip_high=0.28),
+    "gspo": PolicyDefaults("group", "sequences", 3e-4, 4e-4, has_sequence_ratio=True),
+    "cispo": PolicyDefaults(clip_high=4.0),
+    "sapo": PolicyDefaults(loss_divisor="sequences"),
+    "rloo": PolicyDefaults("none", "sequences", has_sequence_ratio=True),
+    "reinforce_pp": PolicyDefaults("batch"),
+    "ppo": PolicyDefaults("batch"),
+}
 
 
 class ReinforceConfig(Group):
@@ -48,15 +78,19 @@ class ReinforceConfig(Group):
 
     # ---- loss ----
     loss_type: PolicyLoss = "grpo"
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Standard deviation that divides rewards less their mean; None: that of the loss."""
-    clip_low: float = Field(0.2, ge=0)
-    """Ratios are clipped below at 1 - clip_low."""
+    advantage_scale: AdvantageScale | None = None
+    """Standard deviation that divides rewards less their mean; None: that of the loss
+    (docs/train/policy-losses.md).
+    """
+    clip_low: float | None = Field(None, ge=0)
+    """Ratios are clipped below at 1 - clip_low; None: 0.2, in gspo 0.0003."""
     clip_high: float | None = Field(None, ge=0)
-    """Ratios are clipped above at 1 + clip_high; None: clip_low; in dapo 0.28, in cispo 5."""
-    loss_divisor: Literal["tokens", "sequences", "constant"] | None = None
-    """The divisor of a sum over the global batch; constant: answers times max_new_tokens. None:
-    that of the loss.
+    """Ratios are clipped above at 1 + clip_high; None: 0.2, in dapo 0.28, in gspo 0.0004, in cispo
+    4.
+    """
+    loss_divisor: PolicyDivisor | None = None
+    """The divisor of a sum over the global batch. sequences: each answer counts as the mean of its
+    tokens; constant: answers times max_new_tokens. None: that of the loss.
     """
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the divergence from the reference."""
@@ -67,10 +101,10 @@ class ReinforceConfig(Group):
     """A folder of the reference's weights; None: those that training starts from."""
     entropy_coef: float = 0.0
     """Weight of the mean entropy of sampled tokens, which the loss rewards."""
-    correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    correction: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
     """Weights for tokens that sampler and trainer rate differently, p_trainer / p_sampler: truncate
-    bounds them by correction_high (TIS). mask takes 0 outside of both (IcePop); sequence_mask,
-    too, for whole answers.
+    bounds them by correction_high (TIS), mask takes 0 outside of both bounds (IcePop). sequence_:
+    the same with the product over an answer.
     """
     correction_low: float = Field(0.5, ge=0)
     correction_high: float = Field(2.0, gt=0)
@@ -82,3 +116,43 @@ class ReinforceConfig(Group):
     gae_lambda: float = Field(1.0, ge=0, le=1)
     critic_lr: float = Field(1e-5, gt=0)
     value_clip: float = Field(0.2, gt=0)
+
+    @property
+    def of_loss(self) -> PolicyDefaults:
+        """What the loss takes where keys are None."""
+        return POLICY_DEFAULTS[self.loss_type]
+
+    @property
+    def scale(self) -> AdvantageScale:
+        return self.advantage_scale or self.of_loss.advantage_scale
+
+    @property
+    def divisor(self) -> PolicyDivisor:
+        return self.loss_divisor or self.of_loss.loss_divisor
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The bounds of ratios."""
+        low, high = self.clip_low, self.clip_high
+        low = self.of_loss.clip_low if low is None else low
+        high = self.of_loss.clip_high if high is None else high
+        return 1 - low, 1 + high
+
+    @property
+    def reads_old(self) -> bool:
+        """Whether the loss reads log-probabilities from before the first update on a rollout."""
+        return self.updates_per_rollout > 1 or self.correction != "none"
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """The weight of the divergence in the loss."""
+        return 0.0 if self.kl_in_reward else self.kl_coef
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the distribution that answers are drawn from."""
+        return self.sampling.get("temperature", 1.0)
