@@ -51,7 +51,7 @@ def reinforce_batches(trainer: Trainer, record: dict) -> RunBatches:
 
 @dataclass(frozen=True)
 class World:
-    """What the rollouts of a run are drawn with: one engine, environments, roles."""
+    """The engine, the environments and the roles that the rollouts of a run are drawn with."""
 
     trainer: Trainer
 

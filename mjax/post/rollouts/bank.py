@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mjax.objectives.fields import HostBatch
-from mjax.post.rollouts.transcript import Rollout
+from mjax.post.rollouts.transcript import OpenRollout
 
-_LISTS = {"ids": "<i4", "log_probs": "<f8", "versions": "<i4"}
+_TOKEN_LISTS = {"ids": "<i4", "log_probs": "<f8", "versions": "<i4"}
 
 
 @dataclass
@@ -23,7 +23,7 @@ class PromptGroup:
     """The rollouts of one prompt. begun: number of the rollout phase that it began in."""
 
     begun: int
-    rollouts: list[Rollout]
+    rollouts: list[OpenRollout]
 
     @property
     def is_complete(self) -> bool:
@@ -41,7 +41,7 @@ class Bank:
     skipped: int = 0
     groups: dict[int, PromptGroup] = field(default_factory=dict)
 
-    def record(self, ends: Callable[[Rollout], Rollout] = lambda rollout: rollout) -> dict:
+    def record(self, ends: Callable[[OpenRollout], OpenRollout] = lambda rollout: rollout) -> dict:
         """The bank as JSON. `ends` adds to a rollout what is known of it elsewhere."""
         groups = {}
         for number, group in self.groups.items():
@@ -58,16 +58,18 @@ class Bank:
         return cls(record["cursor"], record["skipped"], groups)
 
 
-def _rollout_record(rollout: Rollout) -> dict:
+def _rollout_record(rollout: OpenRollout) -> dict:
     record = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
-    record |= {name: array_text(np.array(record[name], kind)) for name, kind in _LISTS.items()}
+    record |= {
+        name: array_text(np.array(record[name], kind)) for name, kind in _TOKEN_LISTS.items()
+    }
     del record["is_sampled"]  # as versions say
     return json.loads(json.dumps(record))
 
 
-def _rollout_of(record: Mapping[str, Any]) -> Rollout:
-    lists = {name: array_of(record[name]).tolist() for name in _LISTS}
-    found = Rollout(record["group"], record["sample"], record["state"])
+def _rollout_of(record: Mapping[str, Any]) -> OpenRollout:
+    lists = {name: array_of(record[name]).tolist() for name in _TOKEN_LISTS}
+    found = OpenRollout(record["group"], record["sample"], record["state"])
     found.add_drawn(lists["ids"], lists["log_probs"], lists["versions"])
     for name in ("unjudged", "is_asking", "reward", "metrics", "reason"):
         setattr(found, name, record[name])
@@ -90,6 +92,6 @@ def batch_record(batch: HostBatch) -> dict:
     return {name: array_text(np.asarray(array)) for name, array in batch.items()}
 
 
-def batch_of(record: Mapping[str, list]) -> HostBatch:
+def recorded_batch(record: Mapping[str, list]) -> HostBatch:
     """The batch of `batch_record`."""
     return {name: array_of(text) for name, text in record.items()}

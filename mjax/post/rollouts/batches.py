@@ -1,8 +1,8 @@
 """The batches of a run on rollouts: a phase of drawing gives those of one or more steps.
 
 Invariants: in synchronous mode a phase is a function of the weights and the cursor of prompts, so
-one that a kill cuts short is done again whole. What a checkpoint records is the state between two
-phases, and the batches of a phase that are left.
+one that a kill cuts short is done again whole. A checkpoint records the state between two phases,
+and the batches of a phase that are left.
 """
 
 import time
@@ -21,9 +21,9 @@ from mjax.post.policy.advantages import (
     is_informative,
     shaped_rewards,
 )
-from mjax.post.rollouts.bank import Bank, batch_of, batch_record
+from mjax.post.rollouts.bank import Bank, batch_record, recorded_batch
 from mjax.post.rollouts.collector import Collector
-from mjax.post.rollouts.figures import Figures, reward_figures, time_figures, transcript_line
+from mjax.post.rollouts.figures import PhaseFigures, reward_figures, time_figures, transcript_line
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import Transcript
 from mjax.run.batches import RowsOf
@@ -51,7 +51,7 @@ class RolloutStream:
     def __post_init__(self) -> None:
         self._record = self.collector.record()
         self._seconds: dict[str, float] = {}
-        self._figures: Figures = {}
+        self._figures: PhaseFigures = {}
         self._shown = ""
         self._given = 0.0  # when the last batch was
 
@@ -89,7 +89,7 @@ class RolloutStream:
         if found is not None:
             self.collector.bank = Bank.of_record(found["bank"])
             self.phase = found["phase"]
-            self.waiting = list(map(batch_of, found["waiting"]))
+            self.waiting = list(map(recorded_batch, found["waiting"]))
             self._record = found["bank"]
             self._figures, self._shown = found["figures"], found["shown"]
 
@@ -165,7 +165,7 @@ class RolloutStream:
 
     # ---- the log ---------------------------------------------------------------------------------
 
-    def figures_at(self, step: int) -> Figures:
+    def figures_at(self, step: int) -> PhaseFigures:
         """The figures of a step that has just ended."""
         seconds = {"rollout": 0.0} | self._seconds
         seconds["update"] = time.perf_counter() - self._given

@@ -20,13 +20,13 @@ from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
 from mjax.post.rollouts.bank import Bank, PromptGroup
 from mjax.post.rollouts.policy_engine import PolicyEngine
-from mjax.post.rollouts.transcript import Rollout, Transcript
+from mjax.post.rollouts.transcript import OpenRollout, Transcript
 
 _RESET = -1  # in place of a sample
-_WAIT = 0.05  # seconds for answers of the environment, while nothing is drawn
+_PATIENCE = 0.05  # seconds for answers of the environment, while nothing is drawn
 _MOST_SKIPPED = 1000  # prompts in a row that are too long
 _MOST_DROPPED = 8  # times the groups of a step
-CUT = "length"  # why a rollout ended that had no room for more
+NO_ROOM = "length"  # why a rollout ended that had no room for more
 
 
 class Judges(Protocol):
@@ -162,7 +162,7 @@ class Collector:
                     skipped += 1
                     continue
                 size = range(self.plan.group_size)
-                group = PromptGroup(phase, [Rollout(number, n, state) for n in size])
+                group = PromptGroup(phase, [OpenRollout(number, n, state) for n in size])
                 bank.groups[number] = group
                 for rollout in group.rollouts:
                     rollout.add_given(ids)
@@ -182,7 +182,7 @@ class Collector:
             self._judges.submit((number, _RESET), "reset", self.plan.seed, number)
         found: dict[int, Any] = {}
         while len(found) < len(numbers):
-            for (number, sample), turn in self._answers(_WAIT):
+            for (number, sample), turn in self._answers(_PATIENCE):
                 if sample == _RESET:
                     found[number] = turn
                 else:
@@ -197,7 +197,7 @@ class Collector:
 
     # ---- turns -----------------------------------------------------------------------------------
 
-    def _ask(self, rollout: Rollout) -> None:
+    def _ask(self, rollout: OpenRollout) -> None:
         """Let the engine go on with a rollout."""
         plan, place = self.plan, (rollout.group, rollout.sample)
         left = min(plan.most - rollout.drawn, plan.room - len(rollout.ids))
@@ -221,17 +221,17 @@ class Collector:
             rollout = self._rollout(place)
             self._add_drawn(rollout, self.asked.pop(place))
             self._judge(rollout)
-        for place, turn in self._answers(0 if engine.has_work else _WAIT):
+        for place, turn in self._answers(0 if engine.has_work else _PATIENCE):
             self._judged(place, turn)
 
-    def _add_drawn(self, rollout: Rollout, request: Request) -> None:
+    def _add_drawn(self, rollout: OpenRollout, request: Request) -> None:
         """Add what a request has drawn."""
         drawn = request.output.outputs[0]
         versions = list(map(self.policy.step_of, drawn.weight_versions))
         rollout.add_drawn(drawn.token_ids, drawn.processed_logprobs, versions)
         rollout.unjudged += len(drawn.token_ids)
 
-    def _judge(self, rollout: Rollout) -> None:
+    def _judge(self, rollout: OpenRollout) -> None:
         """Give the environment the tokens that it has not seen."""
         answer = rollout.ids[len(rollout.ids) - rollout.unjudged :]
         place = rollout.group, rollout.sample
@@ -264,17 +264,17 @@ class Collector:
                 )
             rollout.reward, rollout.reason = float(turn.reward), turn.reason
         elif rollout.drawn >= plan.most or len(rollout.ids) + len(turn.ids) >= plan.room:
-            rollout.reward, rollout.reason = 0.0, CUT
+            rollout.reward, rollout.reason = 0.0, NO_ROOM
         else:
             rollout.add_given(turn.ids)
             self._ask(rollout)
 
-    def _rollout(self, place: tuple[int, int]) -> Rollout:
+    def _rollout(self, place: tuple[int, int]) -> OpenRollout:
         return self.bank.groups[place[0]].rollouts[place[1]]
 
     # ---- between phases --------------------------------------------------------------------------
 
-    def _so_far(self, rollout: Rollout) -> Rollout:
+    def _so_far(self, rollout: OpenRollout) -> OpenRollout:
         """A rollout with the tokens that its request has drawn."""
         request = self.asked.get((rollout.group, rollout.sample))
         if request is None:

@@ -7,11 +7,11 @@ import numpy as np
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.post.rollouts.transcript import Transcript
 
-Figures = dict[str, float]
+PhaseFigures = dict[str, float]
 _SHOWN = 300  # characters of a transcript in the log
 
 
-def reward_figures(groups: Sequence[Sequence[Transcript]], most: int, step: int) -> Figures:
+def reward_figures(groups: Sequence[Sequence[Transcript]], most: int, step: int) -> PhaseFigures:
     """Rewards, lengths and ages of groups that a step is trained on.
 
     most: tokens of the longest answer. step: updates of the weights before this one.
@@ -33,7 +33,7 @@ def reward_figures(groups: Sequence[Sequence[Transcript]], most: int, step: int)
     }
 
 
-def environment_figures(transcripts: Sequence[Transcript]) -> Figures:
+def environment_figures(transcripts: Sequence[Transcript]) -> PhaseFigures:
     """The means of what the environment measured, over the transcripts that have it."""
     values: dict[str, list[float]] = {}
     for transcript in transcripts:
@@ -42,7 +42,7 @@ def environment_figures(transcripts: Sequence[Transcript]) -> Figures:
     return {name: float(np.mean(found)) for name, found in sorted(values.items())}
 
 
-def time_figures(seconds: Mapping[str, float]) -> Figures:
+def time_figures(seconds: Mapping[str, float]) -> PhaseFigures:
     """Seconds of the parts of a step, and the share of the rollouts."""
     found = {f"seconds/{name}": value for name, value in seconds.items()}
     whole = sum(seconds.values())

@@ -41,7 +41,7 @@ class Transcript:
 
 
 @dataclass
-class Rollout:
+class OpenRollout:
     """A transcript while it is made.
 
     state: what the environment knows of it, a JSON value.

@@ -11,7 +11,7 @@ from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.post.environments.environment import Turn, call_environment
 from mjax.post.rollouts.bank import Bank
-from mjax.post.rollouts.collector import CUT, Collector, DrawingPlan
+from mjax.post.rollouts.collector import NO_ROOM, Collector, DrawingPlan
 
 END = 9
 
@@ -156,9 +156,9 @@ def test_transcripts_do_not_depend_on_the_order_of_answers_nor_on_neighbors():
 
 def test_a_rollout_without_room_for_more_ends_with_the_reward_0():
     (group,) = collector(TwoTurns(), most=3).collect(0, 1)
-    assert all(t.reward == 0 and t.reason == CUT and t.length == 3 for t in group)
+    assert all(t.reward == 0 and t.reason == NO_ROOM and t.length == 3 for t in group)
     (group,) = collector(TwoTurns(), room=7, most=5).collect(0, 1)
-    assert all(t.reason == CUT and len(t.ids) == 5 for t in group)
+    assert all(t.reason == NO_ROOM and len(t.ids) == 5 for t in group)
 
 
 def test_prompts_that_are_too_long_are_skipped_and_counted_and_too_many_are_refused():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mjax.post.rollouts.bank import batch_of, batch_record
+from mjax.post.rollouts.bank import batch_record, recorded_batch
 from mjax.post.rollouts.figures import reward_figures
 from mjax.post.rollouts.packing import packed_transcripts
 from mjax.post.rollouts.transcript import Transcript
@@ -53,7 +53,7 @@ def test_what_does_not_fit_makes_a_multiple_of_the_rows():
 
 def test_a_batch_is_recorded_to_the_bit():
     batch = packed_transcripts([transcript(0, 6)], 1, 8).batch()
-    found = batch_of(batch_record(batch))
+    found = recorded_batch(batch_record(batch))
     assert found.keys() == batch.keys()
     for name, values in batch.items():
         assert found[name].dtype == values.dtype
