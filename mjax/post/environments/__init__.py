@@ -1,1 +1,1 @@
-"""Where prompts and rewards of reinforcement learning come from."""
+"""Prompts and rewards of reinforcement learning."""

@@ -1,7 +1,7 @@
 """Environments of other packages: reasoning-gym, Gymnasium with text spaces, and verifiers.
 
-The packages are installed by who uses them. What they hold between two calls is made again from
-the state, so a rollout may go on in another process.
+The packages are installed by who uses them. Their own state is made again from ours in each call,
+so a rollout may go on in another process.
 """
 
 import asyncio
@@ -107,11 +107,11 @@ class Verifiers:
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
         """The weighted sum of the task's rewards."""
         v1, task = self.v1, self.tasks[state]
-        messages = [v1.UserMessage(content=task.data.prompt_text)]
-        messages.append(v1.AssistantMessage(content=self.chat.text(ids)))
+        asked = v1.UserMessage(content=task.data.prompt_text)
+        said = v1.AssistantMessage(content=self.chat.text(ids))
         nodes = [
-            v1.MessageNode(parent=n - 1 if n else None, message=message, sampled=n > 0)
-            for n, message in enumerate(messages)
+            v1.MessageNode(message=asked),
+            v1.MessageNode(message=said, parent=0, sampled=True),
         ]
         about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = v1.AgentInfo(config=v1.AgentConfig(), name="mjax", trainable=False)

@@ -15,7 +15,7 @@ from mjax.post.environments.expressions import evaluate_expression, number_text
 from mjax.post.environments.puzzles import MOST_DIGITS, draw_numbers, require_sizes
 
 CALL = re.compile(r"<calc>([^<]*)</calc>\s*$")
-QUESTION = (
+CALCULATOR_QUESTION = (
     "Compute {problem}. To use a calculator, end your answer with a call such as "
     "<calc>12*7</calc>; you will read its result. Give the final number in <answer> </answer>.\n"
 )
@@ -29,7 +29,7 @@ class Calculator:
     digits: int = 3
     terms: int = 3
     calls: int = 4
-    question: str = QUESTION
+    question: str = CALCULATOR_QUESTION
 
     def __post_init__(self):
         require_sizes("calculator", MOST_DIGITS // 2, digits=self.digits)

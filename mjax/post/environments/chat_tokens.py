@@ -4,6 +4,7 @@ Invariant: sampled tokens are never encoded again. Each text is encoded once, as
 transcript: with the chat template of a model that has one, as plain text otherwise.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class ChatTokens:
             text = text.replace(f"{{{name}}}", str(value))
         if self.template is None:
             return (*self.tokenizer.prefix, *self.tokenizer.encode(text))
-        return tuple(reply_ids([_message("user", text)], self.tokenizer, self.template))
+        return tuple(reply_ids(_dialogue(text), self.tokenizer, self.template))
 
     def reply(self, text: str, answer: Sequence[int]) -> tuple[int, ...]:
         """The ids that follow the ids of an answer, up to where the next one begins.
@@ -43,7 +44,7 @@ class ChatTokens:
         inside = self.tokenizer.inside or self.tokenizer
         if self.template is None:
             return tuple(inside.encode(text))
-        said = [_message("user", "?"), _message("assistant", _ANSWER), _message("user", text)]
+        said = _dialogue("?", _ANSWER, text)
         _, found, after = self.template.render(said).partition(_ANSWER)
         if not found:
             raise UserError(
@@ -59,8 +60,10 @@ class ChatTokens:
         return self.tokenizer.decode(list(ids[:end]))
 
 
-def _message(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
+def _dialogue(*texts: str) -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
 def template_beside(tokenizer: str | os.PathLike) -> ChatTemplate | None:

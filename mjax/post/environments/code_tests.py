@@ -17,7 +17,7 @@ from mjax.post.environments.environment import Turn
 from mjax.post.environments.problem_files import problem_at, read_problems
 from mjax.post.environments.sandbox import Sandbox
 
-_UNREADABLE = ValueError, SyntaxError, RecursionError, MemoryError, TypeError
+_NO_LITERAL = ValueError, SyntaxError, RecursionError, MemoryError, TypeError
 
 
 class CodeTests:
@@ -92,7 +92,7 @@ def _as_call(test: str) -> tuple[tuple[str, str], Any]:
             if [type(op) for op in compared.ops] == [ast.Eq]:
                 wanted = ast.literal_eval(compared.comparators[0])
                 return ("eval", ast.unparse(compared.left)), wanted
-    except _UNREADABLE:
+    except _NO_LITERAL:
         pass
     return ("exec", test), None
 
@@ -102,7 +102,7 @@ def _as_value(line: str) -> tuple[bool, str]:
     try:
         has_value, said = json.loads(line)
         return has_value is True, str(said)
-    except _UNREADABLE:
+    except _NO_LITERAL:
         return False, "wrong output"
 
 
@@ -110,5 +110,5 @@ def _equals(value: str, literal: Any) -> bool:
     """Whether a repr is that of a value that equals a literal."""
     try:
         return bool(ast.literal_eval(value) == literal)
-    except _UNREADABLE:
+    except _NO_LITERAL:
         return False

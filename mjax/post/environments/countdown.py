@@ -15,7 +15,7 @@ from mjax.post.environments.environment import Turn, draws, graded
 from mjax.post.environments.expressions import evaluate_expression
 from mjax.post.environments.puzzles import require_sizes
 
-QUESTION = (
+COUNTDOWN_QUESTION = (
     "Use each of the numbers {numbers} once, with + - * / and parentheses, to make {target}. "
     "Give the expression in <answer> </answer>.\n"
 )
@@ -28,7 +28,7 @@ class Countdown:
     chat: ChatTokens
     numbers: int = 3
     largest: int = 99
-    question: str = QUESTION
+    question: str = COUNTDOWN_QUESTION
 
     def __post_init__(self):
         require_sizes("countdown", 6, numbers=self.numbers)

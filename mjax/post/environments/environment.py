@@ -1,4 +1,4 @@
-"""What an environment is: two calls on token ids, and the built-in ones by their names.
+"""Environments: two calls on token ids, and the built-in ones by their names.
 
 `reset(seed, index)` gives the prompt with a number in the stream of a seed, and `step(state, ids)`
 what follows the tokens of an answer. Invariant: each result is a function of the arguments alone.
@@ -20,7 +20,7 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, first_line, line_of
 from mjax.post.environments.chat_tokens import ChatTokens
 
-BUILT_IN = {
+ENVIRONMENTS = {
     "arithmetic": "mjax.post.environments.puzzles:Arithmetic",
     "calculator": "mjax.post.environments.calculator:Calculator",
     "code": "mjax.post.environments.code_tests:CodeTests",
@@ -35,7 +35,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment gives back.
+    """The result of a call of an environment.
 
     ids: tokens that it adds to the transcript: the prompt, later a tool's reply. Never trained.
     state: a JSON value, all that `step` needs.
@@ -62,7 +62,7 @@ class Environment(Protocol):
         """Prompt number `index` of the stream with this seed."""
 
     def step(self, state: Any, ids: Sequence[int]) -> Turn:
-        """What follows an answer; ids as they were sampled, the end token included if drawn."""
+        """The turn after an answer; ids as they were sampled, the end token included if drawn."""
 
 
 def make_environment(
@@ -77,9 +77,9 @@ def make_environment(
     """The environment with a built-in name or of a class "module.path:Class", called as
     `Class(chat, **args)` with `ChatTokens`. `plain`: prompts without the chat template. Raises
     `UserError` for other names and arguments."""
-    module, _, attribute = BUILT_IN.get(name, name).partition(":")
+    module, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
     if not attribute:
-        known = ", ".join(BUILT_IN)
+        known = ", ".join(ENVIRONMENTS)
         raise UserError(f"no environment {name!r}; give one of {known}, or module.path:Class")
     chat = ChatTokens(tokenizer, tuple(end_ids), None if plain else template)
     try:
@@ -88,18 +88,18 @@ def make_environment(
     except UserError:
         raise
     except Exception as e:  # whatever a class of the user's own raises
-        raise UserError(f"environment {name}: {_said(e)}; mend it or its arguments") from e
+        raise UserError(f"environment {name}: {_described(e)}; mend it or its arguments") from e
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """An error in one line, with the place in the code that raised it."""
     return f"{type(error).__name__}: {first_line(error)}{line_of(error)}"
 
 
 def call_environment(environment: Environment, name: str, method: str, args: Sequence) -> Turn:
-    """The turn of a call. What fails in `step` has the reward 0 and counts as "failed".
+    """The turn of a call. An error in `step` gives the reward 0 and counts as "failed".
 
-    Raises `UserError` for what fails in `reset`, without which there is no prompt.
+    Raises `UserError` for an error in `reset`, without which there is no prompt.
     """
     try:
         return _checked(getattr(environment, method)(*args))
@@ -107,8 +107,10 @@ def call_environment(environment: Environment, name: str, method: str, args: Seq
         raise
     except (Exception, SystemExit) as e:
         if method == "step":
-            return Turn((), None, 0.0, {"failed": 1.0}, _said(e))
-        raise UserError(f"environment {name}: {method}{tuple(args)}: {_said(e)}; mend it") from e
+            return Turn((), None, 0.0, {"failed": 1.0}, _described(e))
+        raise UserError(
+            f"environment {name}: {method}{tuple(args)}: {_described(e)}; mend it"
+        ) from e
 
 
 def _checked(turn: Turn) -> Turn:

@@ -27,9 +27,9 @@ def read_problems(path: str, **kinds: type) -> list[dict]:
 
 def problem_at(seed: int, index: int, count: int) -> int:
     """The number of the problem at `index`: each of `count` once, in a new order each time."""
-    return int(_order(seed, index // count, count)[index % count])
+    return int(_problem_order(seed, index // count, count)[index % count])
 
 
 @functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+def _problem_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return draws(seed, epoch).permutation(count)

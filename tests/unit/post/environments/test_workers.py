@@ -1,6 +1,7 @@
 """Workers lose no call, whatever an environment does, and leave no process behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,9 +122,11 @@ def test_every_call_gives_one_turn_whatever_the_environment_does(tmp_path):
         (pid,) = turn.ids
         assert ticket == "prompt" and is_alive(pid)
         workers.submit("killed", "step", "wait 1", [])
-        for started in children() - before:
+        for started in children() - before:  # one may be making its environment
             os.kill(started, signal.SIGKILL)
         assert workers.ready(20)[0][1].reason == "the process ended by SIGKILL"
+        workers.submit("after", "step", "well", [])
+        assert workers.ready(30)[0][1].reward == 1
         assert len(children() - before) == 2
     assert children() == before
 
@@ -140,7 +143,8 @@ def test_no_processes_answer_in_this_one():
 @slow
 def test_what_does_not_start_is_one_line_and_leaves_no_process():
     before = children()
-    for start, said in [("raise", "ValueError: not today"), ("die", "at its start: .*exit code 3")]:
+    ended = r"make\(\), twice: the process ended by exit code 3"
+    for start, said in [("raise", "ValueError: not today"), ("die", ended)]:
         with pytest.raises(UserError, match=said):
             EnvironmentWorkers(HERE, "byte", args={"start": start}, count=2)
         assert children() == before
@@ -154,15 +158,10 @@ def test_a_prompt_is_asked_for_again_once(tmp_path):
     with EnvironmentWorkers(HERE, "byte", args=once, count=1) as workers:
         workers.submit(1, "reset", 0, 7)
         assert all_turns(workers)[1].state == "well"
-    for reset, said in [("die", "exit code 3"), ("hang", "time limit")]:
-        args = {"reset": reset}
-        with EnvironmentWorkers(HERE, "byte", args=args, count=1, timeout_s=0.5) as workers:
-            workers.submit(1, "reset", 0, 7)
-            with pytest.raises(UserError, match=rf"Rude: reset\(0, 7\), twice: .*{said}"):
-                all_turns(workers)
-    with EnvironmentWorkers(HERE, "byte", args={"reset": "raise"}, count=1) as workers:
+    args = {"reset": "hang"}
+    with EnvironmentWorkers(HERE, "byte", args=args, count=1, timeout_s=0.5) as workers:
         workers.submit(1, "reset", 0, 7)
-        with pytest.raises(UserError, match=r"reset\(0, 7\): ValueError: not today"):
+        with pytest.raises(UserError, match=r"Rude: reset\(0, 7\), twice: time limit"):
             all_turns(workers)
 
 
@@ -202,3 +201,15 @@ def test_no_process_is_left_however_the_program_ends(end, number, tmp_path):
         program.send_signal(number)
     program.wait(20)
     assert has_ended(started)
+
+
+@slow
+def test_the_environment_of_the_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[4] / "docs" / "train" / "environments.md"
+    own, program = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    (tmp_path / "my_words.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(compile(program, str(page), "exec"), {})
+    prompt, _, answered = capsys.readouterr().out.splitlines()
+    assert prompt.startswith("Which is the longest of ") and prompt.count(",") == 3
+    assert "reward=1.0, metrics={'tries': 1}, reason='answered'" in answered
