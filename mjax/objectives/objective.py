@@ -164,7 +164,7 @@ _CLASSES = {
     "preference": "mjax.post.preferences.objective:Preference",
     "distill": "mjax.post.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
-    "policy": "mjax.post.policy.objective:PolicyObjective",
+    "policy": "mjax.post.policy.policy_objective:PolicyObjective",
     "value": "mjax.post.policy.values:ValueObjective",
 }
 

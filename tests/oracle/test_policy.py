@@ -22,7 +22,7 @@ from mjax.kernels.loss.token_functions import TokenScores
 from mjax.models.base.context import Context
 from mjax.objectives.objective import Denominators
 from mjax.post.policy.advantages import advantages_of, divergence_costs
-from mjax.post.policy.objective import PolicyObjective
+from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.sharding.collectives import LOCAL
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
@@ -114,7 +114,7 @@ def batch_of(
     batch |= {name: packed(np.float32(field)) for name, field in fields.items()}
     if not settings.reads_old:
         del batch["old_log_probs"]
-    if not settings.reads_reference:
+    if not settings.kl_coef:
         del batch["ref_log_probs"]
     return batch
 

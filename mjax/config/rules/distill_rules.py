@@ -9,7 +9,7 @@ from mjax.config.schema.run import Config
 @rule("take a decoder of text alone, with model.num_nextn_predict_layers=0")
 def students_are_decoders(c: Config) -> Iterator[str]:
     name = c.model.architecture.name
-    if c.train.objective == "distill" and name != "decoder":
+    if c.train.objective in ("distill", "policy", "value") and name != "decoder":
         yield f"`train.objective` is not built for the architecture {name}"
 
 

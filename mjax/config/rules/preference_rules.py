@@ -71,7 +71,7 @@ def answers_are_conversations(c: Config) -> Iterator[str]:
 
 @rule("set data.document_mask=true")
 def answers_are_documents(c: Config) -> Iterator[str]:
-    if c.train.objective in ANSWER_OBJECTIVES and not c.data.document_mask:
+    if c.train.objective in (*ANSWER_OBJECTIVES, "policy", "value") and not c.data.document_mask:
         yield "answers of a row would see each other: `data.document_mask`"
 
 

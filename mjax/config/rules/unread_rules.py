@@ -114,6 +114,14 @@ def _is_split(c: Config) -> bool:
     return not c.data.valid_paths and c.data.images.valid_path is None
 
 
+def _reads_data_set(c: Config) -> bool:
+    return c.train.objective not in ("policy", "value")
+
+
+def _corrects(c: Config) -> bool:
+    return c.reinforce.correction != "none"
+
+
 def _names_optax(c: Config) -> bool:
     return c.optimizer.name.startswith(PREFIX)
 
@@ -260,11 +268,8 @@ NEEDS = (
     _value("reinforce: gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
     _value("reinforce: kl_estimator kl_in_reward reference", "reinforce.kl_coef"),
     _value("reinforce.correction_low", "reinforce.correction", "mask", "sequence_mask"),
-    _value(
-        "reinforce.correction_high",
-        "reinforce.correction",
-        *("truncate", "mask", "sequence_truncate", "sequence_mask"),
-    ),
+    Need("reinforce.correction_high", "reinforce.correction", "a correction", _corrects),
+    Need("data: paths text", "train.objective", "objectives of a data set", _reads_data_set),
     _value("reinforce.clip_low", "reinforce.loss_type", *_CLIPPED),
     _value("reinforce.clip_high", "reinforce.loss_type", *_CLIPPED, "cispo"),
     _value("data.conversations: answers rows too_long broken", "data.conversations.path"),

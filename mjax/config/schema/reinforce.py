@@ -1,6 +1,6 @@
 """The keys of reinforcement learning (docs/train/reinforcement.md)."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,34 +10,6 @@ from mjax.config.schema.base import Group
 PolicyLoss = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo"
 ]
-AdvantageScale = Literal["group", "batch", "none"]
-PolicyDivisor = Literal["tokens", "sequences", "constant"]
-
-
-class PolicyDefaults(NamedTuple):
-    """The values of keys that are None, those that a loss was published with.
-
-    has_sequence_ratio: whether a ratio is one of a whole answer.
-    """
-
-    advantage_scale: AdvantageScale = "group"
-    loss_divisor: PolicyDivisor = "tokens"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    has_sequence_ratio: bool = False
-
-
-POLICY_DEFAULTS: dict[PolicyLoss, PolicyDefaults] = {
-    "grpo": PolicyDefaults(loss_divisor="sequences"),
-    "dr_grpo": PolicyDefaults("none", "constant"),
-    "dapo": PolicyDefaults(clip_high=0.28),
-    "gspo": PolicyDefaults("group", "sequences", 3e-4, 4e-4, has_sequence_ratio=True),
-    "cispo": PolicyDefaults(clip_high=4.0),
-    "sapo": PolicyDefaults(loss_divisor="sequences"),
-    "rloo": PolicyDefaults("none", "sequences", has_sequence_ratio=True),
-    "reinforce_pp": PolicyDefaults("batch"),
-    "ppo": PolicyDefaults("batch"),
-}
 
 
 class ReinforceConfig(Group):
@@ -78,7 +50,7 @@ class ReinforceConfig(Group):
 
     # ---- loss ----
     loss_type: PolicyLoss = "grpo"
-    advantage_scale: AdvantageScale | None = None
+    advantage_scale: Literal["group", "batch", "none"] | None = None
     """Standard deviation that divides rewards less their mean; None: that of the loss
     (docs/train/policy-losses.md).
     """
@@ -88,7 +60,7 @@ class ReinforceConfig(Group):
     """Ratios are clipped above at 1 + clip_high; None: 0.2, in dapo 0.28, in gspo 0.0004, in cispo
     4.
     """
-    loss_divisor: PolicyDivisor | None = None
+    loss_divisor: Literal["tokens", "sequences", "constant"] | None = None
     """The divisor of a sum over the global batch. sequences: each answer counts as the mean of its
     tokens; constant: answers times max_new_tokens. None: that of the loss.
     """
@@ -118,41 +90,11 @@ class ReinforceConfig(Group):
     value_clip: float = Field(0.2, gt=0)
 
     @property
-    def of_loss(self) -> PolicyDefaults:
-        """What the loss takes where keys are None."""
-        return POLICY_DEFAULTS[self.loss_type]
-
-    @property
-    def scale(self) -> AdvantageScale:
-        return self.advantage_scale or self.of_loss.advantage_scale
-
-    @property
-    def divisor(self) -> PolicyDivisor:
-        return self.loss_divisor or self.of_loss.loss_divisor
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """The bounds of ratios."""
-        low, high = self.clip_low, self.clip_high
-        low = self.of_loss.clip_low if low is None else low
-        high = self.of_loss.clip_high if high is None else high
-        return 1 - low, 1 + high
+    def temperature(self) -> float:
+        """The temperature of the distribution that answers are drawn from."""
+        return self.sampling.get("temperature", 1.0)
 
     @property
     def reads_old(self) -> bool:
         """Whether the loss reads log-probabilities from before the first update on a rollout."""
         return self.updates_per_rollout > 1 or self.correction != "none"
-
-    @property
-    def reads_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def loss_kl_coef(self) -> float:
-        """The weight of the divergence in the loss."""
-        return 0.0 if self.kl_in_reward else self.kl_coef
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the distribution that answers are drawn from."""
-        return self.sampling.get("temperature", 1.0)

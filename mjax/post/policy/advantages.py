@@ -9,8 +9,9 @@ import numpy as np
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.errors import UserError
 from mjax.post.policy.policy_losses import divergence_estimate
+from mjax.post.policy.published import with_published
 
-_LEAST = 1e-4  # added to standard deviations, as in TRL
+_EPSILON = 1e-4  # added to standard deviations, as in TRL
 
 
 def advantages_of(
@@ -21,7 +22,7 @@ def advantages_of(
     rewards: float [n]. groups: int [n], the number of each answer's prompt. lengths: int [n], its
     sampled tokens.
     """
-    rewards = np.asarray(rewards, np.float64)
+    rewards, scale = np.asarray(rewards, np.float64), with_published(settings).advantage_scale
     if not np.isfinite(rewards).all():
         worst = int(np.flatnonzero(~np.isfinite(rewards))[0])
         raise UserError(
@@ -30,18 +31,18 @@ def advantages_of(
         )
     if settings.loss_type == "reinforce_pp":
         weights = np.asarray(lengths, np.float64)
-        return _standardized(rewards, weights, settings.scale).astype(np.float32)
+        return _standardized(rewards, weights, scale).astype(np.float32)
     assert settings.loss_type != "ppo", "generalized_advantages has those of ppo"
     _, places, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     sizes = sizes[places]
     centered = rewards - _group_sums(rewards, places) / sizes
     others = np.maximum(sizes - 1, 1)
     advantages = centered * (sizes / others if settings.loss_type == "rloo" else 1)
-    if settings.scale == "group":
-        advantages = advantages / (np.sqrt(_group_sums(centered**2, places) / others) + _LEAST)
-    elif settings.scale == "batch" and len(rewards) > 1:
+    if scale == "group":
+        advantages = advantages / (np.sqrt(_group_sums(centered**2, places) / others) + _EPSILON)
+    elif scale == "batch" and len(rewards) > 1:
         spread = advantages if settings.loss_type == "rloo" else rewards
-        advantages = advantages / (spread.std(ddof=1) + _LEAST)
+        advantages = advantages / (spread.std(ddof=1) + _EPSILON)
     return np.where(is_informative(rewards, groups), advantages, 0).astype(np.float32)
 
 
@@ -66,9 +67,9 @@ def shaped_rewards(
 def divergence_costs(
     settings: ReinforceConfig, log_probs: np.ndarray, ref_log_probs: np.ndarray
 ) -> np.ndarray:
-    """What `reinforce.kl_in_reward` takes off the reward of each sampled token, of any shape.
+    """The cost of each sampled token with `reinforce.kl_in_reward`, of any shape.
 
-    An answer's sum is taken off its reward; ppo takes each off where it stands.
+    An answer's sum is taken off its reward; ppo takes each off the reward of its token.
     """
     kind = settings.kl_estimator
     return settings.kl_coef * np.asarray(divergence_estimate(kind, log_probs, ref_log_probs))
@@ -111,7 +112,7 @@ def whitened(
 ) -> np.ndarray:
     """PPO's advantages by `reinforce.advantage_scale` over all sampled tokens, float32."""
     found = np.asarray(advantages, np.float64)
-    if settings.scale == "batch":
+    if with_published(settings).advantage_scale == "batch":
         found = _standardized(found, np.asarray(is_sampled, np.float64), "batch")
     return np.where(is_sampled, found, 0).astype(np.float32)
 
@@ -124,7 +125,7 @@ def _standardized(numbers: np.ndarray, weights: np.ndarray, scale: str) -> np.nd
     centered = numbers - np.average(numbers, weights=weights)
     if scale != "batch":
         return centered
-    return centered / (np.sqrt(np.average(centered**2, weights=weights)) + _LEAST)
+    return centered / (np.sqrt(np.average(centered**2, weights=weights)) + _EPSILON)
 
 
 def _group_sums(numbers: np.ndarray, places: np.ndarray) -> np.ndarray:

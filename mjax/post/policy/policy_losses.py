@@ -34,15 +34,15 @@ CLIPS = (
 )
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 MISMATCH = "sampling/token_mult_prob_error"  # the mean of exp |difference|, NeMo-RL's name
-WEIGHT = "sampling/importance_sampling_ratio/mean"
+CORRECTION_MEAN = "sampling/importance_sampling_ratio/mean"
 
 SAPO_TEMPERATURES = 1.0, 1.05  # of advantages above 0, and of others (arXiv 2511.20347)
-_MOST = 20.0  # of an exponent: the products of e^20 are finite in fp32
+_RATIO_EXPONENT = 20.0  # products of e^20 are finite in fp32
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
     """exp(x), which is constant and has no gradient beyond exp(20)."""
-    return jnp.exp(jnp.clip(x, -_MOST, _MOST))
+    return jnp.exp(jnp.clip(x, -_RATIO_EXPONENT, _RATIO_EXPONENT))
 
 
 def divergence_estimate(kind: str, log_p: jax.Array, ref_log_p: jax.Array) -> jax.Array:
@@ -86,10 +86,11 @@ class PolicyFunction:
     def of(cls, settings: ReinforceConfig) -> "PolicyFunction":
         return cls(
             settings.loss_type,
-            *settings.clip_range,
-            kl_coef=settings.loss_kl_coef,
+            low=1 - settings.clip_low,
+            high=1 + settings.clip_high,
+            kl_coef=0.0 if settings.kl_in_reward else settings.kl_coef,
             kl_estimator=settings.kl_estimator,
-            weighs_answers=settings.divisor == "sequences",
+            weighs_answers=settings.loss_divisor == "sequences",
         )
 
     def __call__(

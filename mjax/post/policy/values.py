@@ -1,4 +1,4 @@
-"""The critic of PPO: the objective of its values, the program that computes them, and advantages.
+"""The critic of PPO: the objective of its values, and the program that computes them.
 
 A critic is a decoder with one number for each token (`model.num_labels`). The value at a token is
 that of the state after it, in which the policy draws the label of that place.
@@ -83,11 +83,12 @@ def placed_values(program: Program, state: State, batch: Batch) -> jax.Array:
 
     def values(micro_batch: Batch) -> jax.Array:
         tokens = model.tokens(micro_batch, None)
-        inputs = model.layer_inputs(weights, tokens)
-        x, _, _ = model.layers.run(weights, model.embed(weights, micro_batch, tokens), inputs)
+        x = model.embed(weights, micro_batch, tokens)
+        x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
         return model.edges(weights).label_scores(decoder_of(x), model.ctx)[..., 0]
 
-    found = lax.map(values, split_batch(batch, program.evaluation.micro_batches))
+    micro_batches = split_batch(batch, program.evaluation.micro_batches)
+    found = lax.map(values, micro_batches)
     return found.reshape(-1, found.shape[-1])
 
 

@@ -7,20 +7,23 @@ known, and the mean of an estimator is a sum.
 
 import itertools
 from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config.schema.reinforce import POLICY_DEFAULTS, ReinforceConfig
+from mjax.config.schema.reinforce import PolicyLoss, ReinforceConfig
 from mjax.kernels.loss.cross_entropy import token_sums
 from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.rows import Terms
 from mjax.models.base.context import Context
 from mjax.objectives.objective import Denominators
 from mjax.post.policy.advantages import advantages_of, is_informative
-from mjax.post.policy.objective import PolicyObjective
+from mjax.post.policy.mock_rollouts import mock_rollouts
+from mjax.post.policy.policy_objective import PolicyObjective
+from mjax.post.policy.published import with_published
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from mjax.train.step import GRADIENTS
@@ -30,7 +33,8 @@ END = 2
 ANSWERS = [(END,), *itertools.product((0, 1), range(3))]
 REWARDS = np.array([0.3, 1.0, -0.5, 0.2, 2.0, 0.0, -1.0])
 LENGTHS = np.array([len(answer) for answer in ANSWERS])
-LOSSES = [name for name in POLICY_DEFAULTS if name != "ppo"]  # whose advantages are of values
+ALL = get_args(PolicyLoss)
+LOSSES = [name for name in ALL if name != "ppo"]  # whose advantages are of values
 
 
 def table(seed: int) -> np.ndarray:
@@ -113,7 +117,8 @@ def gradient(settings: ReinforceConfig, batch: dict, w: np.ndarray = POLICY) -> 
 
 
 def config(loss: str, **keys) -> ReinforceConfig:
-    return ReinforceConfig(loss_type=loss, group_size=2, max_new_tokens=2, **keys)
+    settings = ReinforceConfig(loss_type=loss, group_size=2, max_new_tokens=2, **keys)
+    return with_published(settings)
 
 
 PAIRS = np.array(list(itertools.product(range(7), repeat=2)))
@@ -129,7 +134,7 @@ def mean_of_estimator(settings: ReinforceConfig, drawn_by: np.ndarray, **fields)
     lengths = LENGTHS[PAIRS]
     divisors = {"tokens": lengths.sum(1), "sequences": np.full(len(PAIRS), 2.0)}
     divisors["constant"] = divisors["sequences"]
-    divisor = divisors[settings.divisor]
+    divisor = divisors[settings.loss_divisor]
     weights = chance * divisor.sum() / divisor
     advantages = [
         advantages_of(settings, REWARDS[pair], np.zeros(2, int), LENGTHS[pair]) for pair in PAIRS
@@ -302,7 +307,7 @@ def test_the_entropy_is_a_mean_over_tokens_whatever_the_divisor(loss):
 
 
 @pytest.mark.parametrize("reads_old", [False, True])
-@pytest.mark.parametrize("loss", POLICY_DEFAULTS)
+@pytest.mark.parametrize("loss", ALL)
 def test_at_ratio_1_the_gradient_is_that_of_weighted_log_likelihood(loss, reads_old):
     settings = config(loss, updates_per_rollout=1 + reads_old)
     advantages = np.random.default_rng(3).normal(size=7)
@@ -310,9 +315,9 @@ def test_at_ratio_1_the_gradient_is_that_of_weighted_log_likelihood(loss, reads_
     found = gradient(settings, batch_of(np.arange(7), advantages, **fields))
     weights = (
         np.ones((7, 2))
-        / {"tokens": LENGTHS.sum(), "sequences": 7, "constant": 14}[settings.divisor]
+        / {"tokens": LENGTHS.sum(), "sequences": 7, "constant": 14}[settings.loss_divisor]
     )
-    if settings.divisor == "sequences" and loss != "rloo":  # whose ratio is a product
+    if settings.loss_divisor == "sequences" and loss != "rloo":  # whose ratio is a product
         weights = weights / LENGTHS[:, None]
     wanted = -np.einsum("n,nt,ntab->ab", advantages, weights, slopes(POLICY))
     assert_near(found, wanted)
@@ -388,8 +393,6 @@ def unpacked(batch: dict) -> dict:
 def test_packing_changes_nothing(number):
     keys, cell = CASES[number], Cell()
     batch = make_batch(cell.rows)
-    from mjax.post.policy.mock_rollouts import mock_rollouts
-
     batch |= mock_rollouts(batch, 0, 0, np.arange(cell.rows))
     wanted = first_step(keys, cell, batch)
     apart = unpacked(batch)

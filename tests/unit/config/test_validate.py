@@ -56,6 +56,7 @@ CLIP += [
 ]
 DPO = ["train.objective=preference"]
 DISTILL = ["train.objective=distill", "distill.teacher=base"]
+POLICY = ["train.objective=policy"]
 THREE = ["mesh.cp=3", "data.seq_length=36"]
 SOUNDS = (
     "model.audio={max_source_positions: 8, hidden_size: 32, intermediate_size: 48, "
@@ -683,6 +684,34 @@ BROKEN = {
         [*DISTILL, "mesh.pp=2"],
         "mesh.pp=2: the teacher of a step needs distill.stored=None",
     ),
+    "groups_are_compared": (
+        [*POLICY, "reinforce.group_size=1"],
+        "reinforce.group_size=1 leaves reinforce.loss_type='grpo' nothing to compare",
+    ),
+    "scales_fit_the_loss": (
+        [*POLICY, "reinforce.loss_type=ppo", "reinforce.advantage_scale=group"],
+        "reinforce.advantage_scale='group': reinforce.loss_type='ppo' compares no groups",
+    ),
+    "divergences_pull": (
+        [*POLICY, "reinforce.kl_coef=0.1", "reinforce.kl_estimator=k1"],
+        "the gradient of reinforce.kl_estimator='k1' in the loss has a mean of 0",
+    ),
+    "bounds_are_in_order": (
+        [*POLICY, "reinforce.correction=mask", "reinforce.correction_low=2.0"],
+        "reinforce.correction_low=2.0 is not below reinforce.correction_high=2.0",
+    ),
+    "sampling_is_known": (
+        [*POLICY, "reinforce.sampling={temperature: 0}"],
+        "reinforce.sampling={'temperature': 0.0} has a name or a number that it cannot take",
+    ),
+    "corrections_see_all_words": (
+        [*POLICY, "reinforce.correction=mask", "reinforce.sampling={top_p: 0.9}"],
+        "reinforce.correction='mask': reinforce.sampling={'top_p': 0.9} cuts words off",
+    ),
+    "policies_have_no_pipeline": (
+        [*POLICY, "data.mock=false", "reinforce.kl_coef=0.1", "mesh.pp=2"],
+        "mesh.pp=2: log-probabilities for reinforce.loss_type='grpo' need a mesh without",
+    ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],
         "optimizer.muon_steps=4 has no effect with optimizer.name='adamw', only with muon",
@@ -694,6 +723,18 @@ PATTERN = "model.layer_pattern="
 # Overrides of a legal config, the key among them that nothing reads, and what decides it.
 UNREAD = [
     (["mesh.virtual_stages=2"], "mesh.virtual_stages=2", "mesh.pp=1"),
+    (["reinforce.clip_high=0.1"], "reinforce.clip_high=0.1", "train.objective='next_token'"),
+    ([*POLICY, "reinforce.gamma=0.9"], "reinforce.gamma=0.9", "reinforce.loss_type='grpo'"),
+    (
+        [*POLICY, "reinforce.correction_high=3"],
+        "reinforce.correction_high=3.0",
+        "reinforce.correction='none'",
+    ),
+    (
+        [*POLICY, "data.mock=false", "data.text=stdlib", "data.tokenizer=byte"],
+        "data.text='stdlib'",
+        "train.objective='policy'",
+    ),
     (["model.mla.kv_lora_rank=8"], "model.mla.kv_lora_rank=8", f"{PATTERN}'full+mlp'"),
     (
         [*LATENT, "model.attention.num_key_value_heads=2"],

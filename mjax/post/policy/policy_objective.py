@@ -1,8 +1,8 @@
 """The objective of policies: losses of sampled tokens, weighted by their advantages.
 
 An answer is a document of its row; "loss_mask" is 1 at the tokens that the policy drew. Fields are
-aligned with "labels". Losses of a token alone run within the chunked loss (`head_sums`). Those that
-compare whole answers, and a bonus for entropy, start from the log-probabilities of all tokens.
+aligned with "labels". Losses of a token alone run within the chunked loss (`head_sums`). Losses of
+whole answers, and those with a bonus for entropy, start from the log-probabilities of all tokens.
 Invariant: each sum is divided by a count over the global batch, never a mean by another mean.
 """
 
@@ -29,16 +29,17 @@ from mjax.post.policy.policy_losses import (
     ADVANTAGES,
     ANSWER_TOKENS,
     CORRECTION,
+    CORRECTION_MEAN,
     DIFFERENCE,
     MISMATCH,
     OLD,
     REFERENCE,
     SAMPLER,
-    WEIGHT,
     PolicyFunction,
     clip_figures,
     correction_weights,
 )
+from mjax.post.policy.published import SEQUENCE_RATIOS, with_published
 from mjax.sharding.collectives import Parallel
 
 _COMPUTED = BatchField(np.float32, is_computed=True)
@@ -54,6 +55,9 @@ class PolicyObjective:
 
     settings: ReinforceConfig
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", with_published(self.settings))
+
     @classmethod
     def of(cls, cfg: Config) -> "PolicyObjective":
         return cls(cfg.reinforce)
@@ -64,9 +68,14 @@ class PolicyObjective:
         fields = dict(NextToken.fields) | {ADVANTAGES: given, SAMPLER: given}
         if self.settings.reads_old:
             fields[OLD] = _COMPUTED
-        if self.settings.reads_reference:
+        if self.settings.kl_coef:
             fields[REFERENCE] = _COMPUTED
         return fields
+
+    @property
+    def _compares_answers(self) -> bool:
+        """Whether a ratio is one of a whole answer."""
+        return self.settings.loss_type in SEQUENCE_RATIOS
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Answers cut out of random tokens, for speed tests; nothing where rollouts have them."""
@@ -97,13 +106,13 @@ class PolicyObjective:
         }
         clips = clip_figures(settings.loss_type)
         names = [*clips, "entropy", DIFFERENCE, MISMATCH]
-        names += [WEIGHT] if settings.correction != "none" else []
-        names += ["kl"] if settings.reads_reference else []
-        counts = {"loss": divisors[settings.divisor]} | dict.fromkeys(names, tokens)
-        if settings.of_loss.has_sequence_ratio:
+        names += [CORRECTION_MEAN] if settings.correction != "none" else []
+        names += ["kl"] if settings.kl_coef else []
+        counts = {"loss": divisors[settings.loss_divisor]} | dict.fromkeys(names, tokens)
+        if self._compares_answers:
             counts |= dict.fromkeys(clips, answers)
         if settings.correction.startswith("sequence"):
-            counts[WEIGHT] = answers
+            counts[CORRECTION_MEAN] = answers
         return counts
 
     # ---- losses --------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ class PolicyObjective:
         settings = self.settings
         ctx = ctx.in_training(temperature=settings.temperature)
         mask, labels = batch["loss_mask"], batch["labels"]
-        if settings.entropy_coef or settings.of_loss.has_sequence_ratio:
+        if settings.entropy_coef or self._compares_answers:
             scores = edges.token_scores(decoder_of(x), labels, ctx, entropy=True)
             found = self._of_scores(scores, batch, ctx.parallel)
         else:
@@ -126,7 +135,7 @@ class PolicyObjective:
             weights = batch[CORRECTION]
             if settings.correction.startswith("sequence"):
                 weights = weights / batch[ANSWER_TOKENS]
-            found[WEIGHT] = jnp.sum(weights * mask)
+            found[CORRECTION_MEAN] = jnp.sum(weights * mask)
         return found
 
     def _of_scores(self, scores: TokenScores, batch: Batch, parallel: Parallel) -> Scalars:
@@ -137,12 +146,12 @@ class PolicyObjective:
         fields = {name: jnp.where(mask == 0, 0, batch[name]) for name in names if name in batch}
         fields[ANSWER_TOKENS] = batch[ANSWER_TOKENS]
         log_ratio = scores.log_p - fields.get(OLD, lax.stop_gradient(scores.log_p))
-        if settings.of_loss.has_sequence_ratio:
+        if self._compares_answers:
             log_ratio = _of_answers(log_ratio * mask, batch, parallel)
             if settings.loss_type == "gspo":
                 log_ratio = log_ratio / batch[ANSWER_TOKENS]
         loss, figures = PolicyFunction.of(settings).terms(scores, log_ratio, fields)
-        if settings.of_loss.has_sequence_ratio:
+        if self._compares_answers:
             for name in clip_figures(settings.loss_type):
                 figures[name] = figures[name] / batch[ANSWER_TOKENS]
         found = {name: jnp.sum(figure * mask) for name, figure in figures.items()}
