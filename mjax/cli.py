@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int | None:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(usage("mjax", {name: ABOUT[name] for name in (*COMMANDS, "completion")}))
-        print("\n`mjax COMMAND --help` lists its options. `mjax --version` prints the version.")
+        print("`mjax COMMAND --help` lists its options. `mjax --version` prints the version.")
         return 0
     if name == "--version":
         print(f"mjax {mjax.__version__}")
