@@ -1,8 +1,8 @@
 """`python -m tools.countdown_traces --out FILE`: solved problems of countdown, to fine-tune on.
 
 A record has the prompt of the environment `countdown` and as its completion the steps of a
-solution, then the expression. `mjax sft` reads it. Prompts are those of seed 0 unless --seed says
-another, so reinforcement learning should draw from other seeds.
+solution, then the expression. With --chat both are messages. `mjax sft` reads either. Prompts are
+those of seed 0 unless --seed says another, so reinforcement learning should draw from other seeds.
 """
 
 import argparse
@@ -56,6 +56,12 @@ def traces(count: int, seed: int, **args: int) -> list[dict]:
     return found
 
 
+def as_chat(record: dict) -> dict:
+    """A record as a user's message and its answer, for models with a chat template."""
+    texts = {"user": record["prompt"], "assistant": record["completion"]}
+    return {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -64,9 +70,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the stream of prompts")
     parser.add_argument("--numbers", type=int, default=3, help="numbers of a problem")
     parser.add_argument("--largest", type=int, default=99, help="the largest of them")
+    parser.add_argument("--chat", action="store_true", help="write messages")
     args = parser.parse_args()
     sizes = {"numbers": args.numbers, "largest": args.largest}
-    lines = [json.dumps(record) for record in traces(args.count, args.seed, **sizes)]
+    records = traces(args.count, args.seed, **sizes)
+    lines = [json.dumps(as_chat(record) if args.chat else record) for record in records]
     args.out.write_text("\n".join(lines) + "\n")
     return 0
 

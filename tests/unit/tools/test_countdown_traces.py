@@ -15,3 +15,9 @@ def test_a_file_of_traces_is_one_of_conversations(tmp_path, monkeypatch):
     assert len(records) == 5
     for record in records:
         assert parse_record(record, "here").plain == (record["prompt"], record["completion"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--chat"])
+    countdown_traces.main()
+    for line, record in zip(out.read_text().splitlines(), records, strict=True):
+        conversation = parse_record(json.loads(line), "here")
+        assert [m["content"] for m in conversation.messages] == [*record.values()]
+        assert conversation.answers == [1]

@@ -9,6 +9,7 @@ from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.post.environments.chat_tokens import ChatTokens, template_beside
 from mjax.post.environments.environment import make_environment
+from mjax.post.environments.workers import EnvironmentWorkers
 from tests.chats import END as IM_END
 from tests.chats import START, write_tokenizer
 from tests.unit.post.environments.places import answer, over_bytes, text_of
@@ -68,6 +69,19 @@ def test_plain_text_has_a_prefix_once_and_no_template(chat):
     turn = environment.reset(0, 0)
     assert turn.ids[: len(chat.tokenizer.prefix)] == chat.tokenizer.prefix != ()
     assert environment.chat.reply("84", [1]) == tuple(chat.tokenizer.encode("84"))
+
+
+def test_workers_find_the_template_of_a_folder_and_its_end_tokens(tmp_path):
+    place = write_tokenizer(tmp_path / "t")
+    tokenizer = load_tokenizer(place)
+    for plain in (False, True):
+        with EnvironmentWorkers("arithmetic", place, args={"plain": plain}) as workers:
+            workers.submit(0, "reset", 0, 0)
+            ((_, turn),) = workers.ready()
+            text = tokenizer.decode_whole(turn.ids)
+            assert text.startswith(f"{START}user\n") is not plain
+            workers.submit(1, "step", turn.state, [*tokenizer.encode(turn.state), tokenizer.eod_id])
+            assert workers.ready()[0][1].reward == 1
 
 
 def test_a_template_is_found_beside_its_tokenizer_or_there_is_none(tmp_path):

@@ -13,18 +13,25 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.post.environments import sandbox
+from mjax.post.environments.environment import call_environment
+from mjax.post.environments.system_calls import system_call_filter
+from mjax.post.environments.workers import EnvironmentWorkers
 from tests.chats import write_lines
 from tests.marks import slow
 from tests.processes import start_process
 from tests.unit.house.test_no_process_is_left import is_alive
 from tests.unit.post.environments.hostile_programs import CHEATS, OTHERS, QUICK
-from tests.unit.post.environments.places import answer, over_bytes, require_sandbox
+from tests.unit.post.environments.places import BYTES, answer, over_bytes, require_sandbox
 
 SECRET = "the-secret-of-the-host"
 
 
-@pytest.fixture(scope="module", autouse=True)
+sandboxed = pytest.mark.usefixtures("has_sandbox")
+
+
+@pytest.fixture(scope="module")
 def has_sandbox():
+    """Skips where no sandbox can be had; the reason says why."""
     require_sandbox()
 
 
@@ -82,20 +89,39 @@ def faults_of(programs: dict, host: dict, tests: list, tmp_path) -> dict[str, st
 IN_OUT = [{"input": "", "output": f"{SECRET} reached"}]
 
 
+@sandboxed
 def test_hostile_programs_are_contained(host, tmp_path):
     assert not faults_of(QUICK, host, IN_OUT, tmp_path)
 
 
 @slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls are x86_64's")
+@sandboxed
 def test_fifty_other_hostile_programs_are_contained(host, tmp_path):
     assert len(OTHERS) >= 50
     assert not faults_of(OTHERS, host, IN_OUT, tmp_path)
 
 
 @slow
+@sandboxed
 def test_tests_cannot_be_passed_without_the_value(tmp_path):
     assert not faults_of(CHEATS, {}, ["assert add(1, 2) == 3"], tmp_path)
+
+
+@slow
+@sandboxed
+def test_a_program_ends_with_the_worker_that_runs_it(tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "?", "tests": IN_OUT}])
+    args = {"path": path, "seconds": 60}
+    with EnvironmentWorkers("code", "byte", args=args, count=1, timeout_s=2) as workers:
+        workers.submit(0, "step", 0, BYTES.encode("while True: pass"))
+        while not programs_left():
+            assert workers.ready(0.05) == []
+        assert workers.ready(30)[0][1].reason == "time limit"
+        until = time.monotonic() + 5
+        while programs_left():
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
 
 TESTS = [
@@ -115,6 +141,7 @@ if __name__ == "__main__":
 ```"""
 
 
+@sandboxed
 def test_a_program_that_passes_all_tests_is_paid(tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": "Write add.", "tests": TESTS}])
     environment = over_bytes("code", path=path, seconds=20)
@@ -159,7 +186,17 @@ def test_a_machine_without_namespaces_is_one_line(monkeypatch, bubblewrap_again,
         sandbox.Sandbox().run("")
 
 
+def test_a_sandbox_that_fails_later_counts_as_a_failure(monkeypatch, tmp_path):
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "?", "tests": IN_OUT}])
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: ("/bin/sh", "-c", "exit 0"))
+    environment = over_bytes("code", path=path)
+    broken = "/bin/sh", "-c", "echo 'bwrap: Can not fork' >&2; exit 1"
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: broken)
+    turn = call_environment(environment, "code", "step", (0, []))
+    assert turn.reward == 0 and turn.metrics == {"failed": 1.0} and "Can not fork" in turn.reason
+
+
 def test_a_machine_whose_system_calls_are_not_known_is_one_line(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(UserError, match="x86_64 and aarch64, not riscv64"):
-        sandbox.Sandbox().run("")
+        system_call_filter()

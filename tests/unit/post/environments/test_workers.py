@@ -17,48 +17,7 @@ from tests.marks import slow
 from tests.processes import start_process
 from tests.unit.house.test_no_process_is_left import is_alive
 
-HERE = f"{__name__}:Rude"
-
-
-class Rude:
-    """Does in a step what its state says; its prompts are its process's number."""
-
-    def __init__(self, chat, start="well", reset="well"):
-        self.reset_as = reset
-        self._do(start)
-
-    def reset(self, seed, index):
-        self._do(self.reset_as)
-        return Turn((os.getpid(),), "well")
-
-    def step(self, state, ids):
-        self._do(state)
-        return Turn((), None, 1.0, {}, "answered")
-
-    def _do(self, what):
-        word, _, rest = what.partition(" ")
-        if word == "hang":
-            if rest:
-                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-                Path(rest).write_text(f"{os.getpid()} {child.pid}")
-            time.sleep(100)
-        if word == "wait":
-            time.sleep(float(rest))
-        if word == "print":
-            print("a line " * 1000, flush=True)
-            os.write(1, b"\0" * 1000)
-        if word == "raise":
-            raise ValueError("not today")
-        if word == "exit":
-            sys.exit(3)
-        if word == "die":
-            os._exit(3)
-        if word == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if word == "once":  # a process dies at its first prompt, and the next one does not
-            if not Path(rest).exists():
-                Path(rest).touch()
-                os._exit(4)
+HERE = "tests.unit.post.environments.rude:Rude"
 
 
 def all_turns(workers: EnvironmentWorkers, seconds: float = 30) -> dict:
@@ -87,7 +46,6 @@ STEPS = {
     "exit": "SystemExit: 3 at ",
     "die": "the process ended by exit code 3",
     "kill": "the process ended by SIGKILL",
-    "hang": "time limit",
 }
 
 
@@ -116,6 +74,7 @@ def test_every_call_gives_one_turn_whatever_the_environment_does(tmp_path):
             assert turn.reason.startswith(reason) and turn.is_done
             assert turn.reward == float(reason == "answered")
             assert turn.metrics == ({"failed": 1.0} if state in ("raise", "exit") else {})
+        assert found[len(STEPS)] == Turn((), None, 0.0, {}, "time limit")
         assert has_ended(map(int, pids.read_text().split()))  # with what it had started
         workers.submit("prompt", "reset", 0, 0)
         ((ticket, turn),) = workers.ready(20)
@@ -146,7 +105,7 @@ def test_what_does_not_start_is_one_line_and_leaves_no_process():
     ended = r"make\(\), twice: the process ended by exit code 3"
     for start, said in [("raise", "ValueError: not today"), ("die", ended)]:
         with pytest.raises(UserError, match=said):
-            EnvironmentWorkers(HERE, "byte", args={"start": start}, count=2)
+            EnvironmentWorkers(HERE, "byte", args={"start": start}, count=1)
         assert children() == before
     with pytest.raises(UserError, match="no environment 'nothing'"):
         EnvironmentWorkers("nothing", "byte")
