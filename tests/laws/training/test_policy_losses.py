@@ -27,7 +27,7 @@ from mjax.post.policy.published import with_published
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from mjax.train.step import GRADIENTS
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 END = 2
 ANSWERS = [(END,), *itertools.product((0, 1), range(3))]
@@ -185,7 +185,7 @@ def test_the_bias_of_grpo_is_that_of_its_formula():
     assert 0.5 < cosine < 0.999
 
 
-@pytest.mark.parametrize("loss", ["dapo", "cispo", "reinforce_pp"])
+@pytest.mark.parametrize("loss", quick(["dapo", "cispo", "reinforce_pp"]))
 def test_the_bias_of_losses_divided_by_tokens(loss):
     found = mean_of_estimator(config(loss, advantage_scale="none"), POLICY)
     rewards, lengths = REWARDS[PAIRS], LENGTHS[PAIRS]
@@ -196,6 +196,7 @@ def test_the_bias_of_losses_divided_by_tokens(loss):
     assert_near(found, predicted(rewards - mean, weights, POLICY))
 
 
+CORRECTIONS = "truncate", "mask", "sequence_truncate", "sequence_mask"
 CLIPPED = {
     "dr_grpo": ("clip", 0.1, 0.3),
     "cispo": ("cap", 0.0, 0.3),
@@ -204,7 +205,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.parametrize("loss", CLIPPED)
+@pytest.mark.parametrize("loss", quick(CLIPPED, 2))
 def test_the_bias_of_clipped_ratios_is_that_of_their_formula(loss):
     kind, low, high = CLIPPED[loss]
     keys = {"clip_high": high} | ({} if loss == "cispo" else {"clip_low": low})
@@ -235,7 +236,7 @@ def test_the_bias_of_clipped_ratios_is_that_of_their_formula(loss):
     assert_near(found, predicted(advantages, weights, BEFORE))
 
 
-@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("kind", quick(CORRECTIONS, 1))
 def test_the_bias_of_corrections_is_that_of_their_formula(kind):
     """Answers are drawn by a sampler that rates tokens otherwise than the trainer."""
     keys = {"correction": kind, "correction_low": 0.7, "correction_high": 1.4}
@@ -290,7 +291,7 @@ def test_divergences_pull_to_the_reference():
     assert not of_reward.any()
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss", quick(["grpo", "dapo", "dr_grpo"], 0))
 def test_the_entropy_is_a_mean_over_tokens_whatever_the_divisor(loss):
     settings = config(loss, entropy_coef=0.3)
     batch = batch_of(np.arange(7), np.zeros(7))
@@ -306,8 +307,7 @@ def test_the_entropy_is_a_mean_over_tokens_whatever_the_divisor(loss):
     assert float(shares_of(settings, POLICY, batch)["entropy"]) == pytest.approx(float(mean))
 
 
-@pytest.mark.parametrize("reads_old", [False, True])
-@pytest.mark.parametrize("loss", ALL)
+@pytest.mark.parametrize("loss, reads_old", quick(itertools.product(ALL, (False, True)), 0, 7))
 def test_at_ratio_1_the_gradient_is_that_of_weighted_log_likelihood(loss, reads_old):
     settings = config(loss, updates_per_rollout=1 + reads_old)
     advantages = np.random.default_rng(3).normal(size=7)
@@ -323,7 +323,7 @@ def test_at_ratio_1_the_gradient_is_that_of_weighted_log_likelihood(loss, reads_
     assert_near(found, wanted)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", quick(LOSSES, 0))
 def test_equal_rewards_give_no_gradient(loss):
     settings = config(loss)
     rewards = np.array([0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7])
@@ -348,7 +348,7 @@ CASES = [
     ("reinforce_pp",),
     ("ppo", "reinforce.loss_divisor=sequences", "reinforce.updates_per_rollout=2"),
 ]
-MESHES = [{"dp": 2, "cp": 2, "tp": 2}, {"dp": 4, "tp": 2}, {"cp": 4, "tp": 2}, {"pp": 2, "tp": 2}]
+MESHES = {"dp": 2, "cp": 2, "tp": 2}, {"cp": 4, "tp": 2}, {"dp": 4, "tp": 2}
 
 
 def first_step(keys: tuple[str, ...], cell: Cell, batch: dict | None = None) -> dict:
@@ -356,6 +356,7 @@ def first_step(keys: tuple[str, ...], cell: Cell, batch: dict | None = None) -> 
     if "reinforce.kl_estimator=k2" in more:
         more.append("reinforce.kl_coef=0.1")
     own = ["train.objective=policy", f"reinforce.loss_type={loss}", "train.loss_chunk=12"]
+    own.append("model.num_hidden_layers=1")
     trainer = make_trainer("dense", cell, *own, *more)
     if batch is None:
         batch = make_batch(cell.rows)
@@ -364,7 +365,11 @@ def first_step(keys: tuple[str, ...], cell: Cell, batch: dict | None = None) -> 
     return jax.device_get({"losses": found.losses, "gradients": found.gradients})
 
 
-@pytest.mark.parametrize("number", quick(range(len(CASES)), 1), ids=[case[0] for case in CASES])
+GRID = [0, 1, *(pytest.param(n, marks=exhaustive) for n in range(2, len(CASES)))]
+GRID[0] = pytest.param(0, marks=slow)
+
+
+@pytest.mark.parametrize("number", GRID, ids=[case[0] for case in CASES])
 def test_every_mesh_gives_the_same_losses_figures_and_gradients(number):
     mesh = MESHES[number % 3]
     keys = CASES[number]
@@ -389,7 +394,10 @@ def unpacked(batch: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=slow) for n in (0, 2, 3, 4)])
+PACKED = [pytest.param(4, marks=slow), *(pytest.param(n, marks=exhaustive) for n in (0, 2))]
+
+
+@pytest.mark.parametrize("number", PACKED)
 def test_packing_changes_nothing(number):
     keys, cell = CASES[number], Cell()
     batch = make_batch(cell.rows)
