@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "sft": Command("fine-tune a model on conversations", "mjax.post.sft"),
     "preference": Command("train on preferences: DPO, KTO, ORPO, ..", "mjax.post.preference"),
     "reward": Command("train a reward model on pairs or steps", "mjax.post.reward"),
+    "reinforce": Command("train a policy on rewards of its answers", "mjax.post.reinforce"),
     "distill": Command("train a student on a teacher", "mjax.post.distill"),
     "prune": Command("make a smaller model of a larger one", "mjax.post.prune"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int | None:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(usage("mjax", {name: ABOUT[name] for name in (*COMMANDS, "completion")}))
-        print("\n`mjax COMMAND --help` lists its options. `mjax --version` prints the version.")
+        print("`mjax COMMAND --help` lists its options. `mjax --version` prints the version.")
         return 0
     if name == "--version":
         print(f"mjax {mjax.__version__}")

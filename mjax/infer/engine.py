@@ -258,6 +258,18 @@ class Engine:
             lane.pool.forget()
         return found
 
+    def exchange_weights(self, apart: dict) -> list[TokenUpdate]:
+        """`update_weights` with parameters of `weights.py: converted_apart`, all or some of them.
+
+        The caller vouches for them. They stay the engine's, whatever happens to what they were
+        made of.
+        """
+        found = self._read(all_but=0)
+        self.runner.exchange_weights(apart)
+        for lane in self.lanes:
+            lane.pool.forget()
+        return found
+
     def sleep(self, *, weights: bool = False) -> None:
         """Free the caches. Raises `UserError` while requests run.
 

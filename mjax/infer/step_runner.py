@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -180,6 +181,12 @@ class StepRunner:
         if self._layout is None:
             return take_apart(*given, donate, self._form)
         return put_in_stages(*given, self._mesh, self._layout, donate, self._form)
+
+    def exchange_weights(self, apart: dict) -> None:
+        """Go on with other parameters in the form that they have here: all, or some of them."""
+        held = {} if self.params is None else flatten_dict(self.params)
+        self.params = unflatten_dict(held | flatten_dict(apart))
+        self.version += 1
 
     def require_weights(self, params: dict) -> None:
         """Raise `UserError` for arrays of another model."""

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -121,6 +122,22 @@ def put_in_stages(
         of_slots = partial(convert, rows_of_slots(layout, name))
         found[name] = jax.tree.map(of_slots, specs[name], params[name], is_leaf=is_spec)
     return found
+
+
+def converted_apart(specs: dict, params: dict, dtype: jnp.dtype, form: Form | None) -> dict:
+    """`take_apart` of those parameters that are given, as part of one program; all are copies.
+
+    It takes the memory of all its results at a time, and compiles once for the whole model.
+    """
+    declared, found = flatten_dict(specs), {}
+    for path, given in flatten_dict(params).items():
+        spec = declared[path]
+        layer, wanted = _layer_spec(spec), spec.dtype(dtype)
+        rounding = form if form is not None and form.takes(spec) else None
+        rows = range(spec.shape[0]) if spec.is_stacked else [None]
+        made = [_converted(jnp.copy(given), row, layer, wanted, rounding) for row in rows]
+        found[path] = made if spec.is_stacked else made[0]
+    return unflatten_dict(found)
 
 
 def mesh_of(params: dict) -> Mesh | None:

@@ -4,7 +4,8 @@ Unlike `train/token_scores.py` they leave columns where context parallelism put 
 result is a field of the same batch.
 """
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,18 @@ from mjax.train.token_scores import micro_batch_scores
 
 
 def placed_log_probs(
-    program: Program, state: State, batch: Batch, with_adapters: bool = True
+    program: Program,
+    state: State,
+    batch: Batch,
+    with_adapters: bool = True,
+    temperature: float = 1.0,
 ) -> jax.Array:
-    """log p of each label without dropout, fp32 [b, S/cp]; without adapters that of the base."""
+    """log p of each label without dropout, fp32 [b, S/cp]; without adapters that of the base.
+
+    Logits are divided by `temperature`.
+    """
     model = program.model.for_evaluation(program.evaluation)
+    model = replace(model, ctx=model.ctx.in_training(temperature=temperature))
     weights = model.load(state["params"], state.get("buffers", {}))
     if not with_adapters:
         weights = without_adapters(weights)
@@ -52,16 +61,17 @@ def divergence_of_mismatched(program: Program, state: State, batch: Batch) -> ja
     return jnp.full(len(log_probs), jnp.maximum(mean, 0))
 
 
-LOG_PROBS = ProgramKind(
-    placed_log_probs,
-    inputs=lambda on: (on.weights, on.batch),
-    outputs=lambda on: P(DATA_AXES, "cp"),
-)
-BASE_LOG_PROBS = ProgramKind(
-    partial(placed_log_probs, with_adapters=False),
-    inputs=lambda on: (on.weights, on.batch),
-    outputs=lambda on: P(DATA_AXES, "cp"),
-)
+@cache
+def log_probs_kind(with_adapters: bool = True, temperature: float = 1.0) -> ProgramKind:
+    """The program of `placed_log_probs` with these settings."""
+    return ProgramKind(
+        partial(placed_log_probs, with_adapters=with_adapters, temperature=temperature),
+        inputs=lambda on: (on.weights, on.batch),
+        outputs=lambda on: P(DATA_AXES, "cp"),
+    )
+
+
+LOG_PROBS, BASE_LOG_PROBS = log_probs_kind(), log_probs_kind(with_adapters=False)
 MISMATCHED = ProgramKind(
     divergence_of_mismatched,
     inputs=lambda on: (on.weights, on.batch),

@@ -54,6 +54,11 @@ def record_nothing(step: int) -> dict:
     return {}
 
 
+def no_line(step: int) -> str:
+    """No line on any batch."""
+    return ""
+
+
 @dataclass(frozen=True)
 class RunBatches:
     """The batches of a run.
@@ -61,6 +66,12 @@ class RunBatches:
     held_out: those of an evaluation, which takes `train.eval_steps` from the first; or None.
     further: those of further held-out sets, by name, of which it takes as many.
     test: those whose loss is measured at the end, over `train.test_steps`; or None.
+    is_live: whether a batch depends on the weights that the step before it left. The loop then
+        ends each step before it asks for the next batch.
+    figures_at: returns further figures of a step that has just ended, for the log.
+    line_at: returns a line on its batch, "" for none.
+    measure: measures held-out data in another way than by the loss of `held_out`, as `losses_of`
+        gives it; or None.
     record_at: returns what a checkpoint of a step must keep for the batches after it, as JSON. The
         loop reads ahead, so it is asked about a step whose following batches are read already.
     """
@@ -70,6 +81,10 @@ class RunBatches:
     record_at: Callable[[int], dict] = record_nothing
     further: Mapping[str, BatchStream] = field(default_factory=dict)
     test: BatchStream | None = None
+    is_live: bool = False
+    figures_at: Callable[[int], dict] = record_nothing
+    line_at: Callable[[int], str] = no_line
+    measure: Callable[[Callable[[], None]], dict] | None = None
 
 
 # Makes the batches of a run from its trainer, which has its state if the run goes on, and from the

@@ -5,6 +5,7 @@ Invariant: every evaluation reads the same batches, so that its figures compare.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -32,21 +33,24 @@ class HeldOut:
     """Evaluates a trainer on data that it is not trained on.
 
     further: further sets by name.
+    measure: measures instead of the losses of `stream`, if it is not None.
     early_stop: sees each loss of `stream`.
     last_step, last_loss: the step evaluated last and its loss.
     """
 
     trainer: Trainer
-    stream: BatchStream
+    stream: BatchStream | None
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     further: Mapping[str, BatchStream] = field(default_factory=dict)
     last_step: int = -1
     last_loss: float | None = None
+    measure: Callable[[Callable[[], None]], Record] | None = None
 
     def loss(self, beat: Callable[[], None]) -> Record:
         """The result of `losses_of` as `eval_loss` and so on; of further sets `eval_loss/NAME`."""
         steps = self.trainer.cfg.train.eval_steps
-        found = losses_of(self.trainer, self.stream, steps, beat)
+        measure = self.measure or partial(losses_of, self.trainer, self.stream, steps)
+        found = measure(beat)
         record = {f"eval_{name}": value for name, value in found.items()}
         for name, stream in self.further.items():
             record[f"eval_loss/{name}"] = losses_of(self.trainer, stream, steps, beat)["loss"]
@@ -114,9 +118,11 @@ def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut 
     early_stop = EarlyStop(trainer.cfg.train.early_stop)
     early_stop.restore(record.get("batches", {}))
     trainer.checkpoints.batches_at = lambda step: batches.record_at(step) | early_stop.record()
-    if batches.held_out is None:
+    if batches.held_out is None and batches.measure is None:
         return None
-    return HeldOut(trainer, batches.held_out, early_stop, batches.further)
+    held_out = HeldOut(trainer, batches.held_out, early_stop, batches.further)
+    held_out.measure = batches.measure
+    return held_out
 
 
 def loss_of_split(folder: Path, split: str, steps: int | None, overrides: list[str]) -> Record:

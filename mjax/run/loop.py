@@ -44,7 +44,7 @@ from mjax.run.training_run import (
     take_folder,
     trained_nothing,
 )
-from mjax.train.batch import AheadBatch, placed_ahead
+from mjax.train.batch import AheadBatch, placed_ahead, placed_when_due
 
 # Metrics of a step that a record has in places of their own, or not at all.
 STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
@@ -116,8 +116,11 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     batches = run.stream.batches(run.start, run.last - run.start, trainer.local_rows)
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        waited = run.host.waiting(run.wall.waiting(batches))
-        ahead = placed_ahead(partial(placed_by, run), waited)
+        if run.batches.is_live:  # to make a batch is work of the run
+            ahead = placed_when_due(partial(placed_by, run), batches)
+        else:
+            waited = run.host.waiting(run.wall.waiting(batches))
+            ahead = placed_ahead(partial(placed_by, run), waited)
         ready = until_data_fails(run, ahead)
         for step, (batch, placed) in enumerate(ready, start=run.start + 1):
             run.profiler.begin(step)
@@ -140,7 +143,7 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
             previous = current
             # The first step compiles, so the clock starts after it.
             must_settle = is_looked_at(run, step) or is_saved(run, step) or step == run.start + 1
-            if stop_reason != GO_ON or must_settle:
+            if stop_reason != GO_ON or must_settle or run.batches.is_live:
                 stop_reason = max(stop_reason, complete(run, settle(run, current)[0]))
                 previous = None
                 if stop_reason != GO_ON:
@@ -291,6 +294,8 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
             record |= hosts.record(record["ms_per_step"])
             if line := run.host.slow_process(hosts, record["ms_per_step"]):
                 run.log.event(step, line)
+        if line := run.batches.line_at(step):
+            run.log.event(step, line)
         run.log.write(record)
     return run.saver.react(int(dispatched.stop_reason))
 
@@ -312,6 +317,7 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
     record |= {name: value for name, value in values.items() if name not in STEP_METRICS}
     if steps:
         record |= metrics.speed(cfg, tokens, seconds)
+    record |= run.batches.figures_at(step)
     record["memory_gb"] = metrics.peak_memory_gb()
     record["goodput"] = run.wall.goodput()
     record["time"] = time.time()

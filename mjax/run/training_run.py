@@ -51,7 +51,7 @@ OF_RUN = (
 class TrainingRun:
     """A training run in this process.
 
-    stream: what it trains on. held_out: evaluates on held-out data, or None without such data.
+    batches: what it trains on, and more. held_out: evaluates on held-out data, or None without it.
     samples: what the model says to prompts, or None. tasks: scores tasks of lm-eval, or None.
     test: the batches whose loss is measured once, at the end, or None.
     wall: where the time of the job goes.
@@ -66,7 +66,7 @@ class TrainingRun:
     replicas: ReplicaCheck
     diagnostics: Diagnostics
     log: metrics.Log
-    stream: BatchStream
+    batches: RunBatches
     start: int
     last: int
     watchdog: Watchdog
@@ -85,6 +85,10 @@ class TrainingRun:
     @property
     def cfg(self) -> Config:
         return self.trainer.cfg
+
+    @property
+    def stream(self) -> BatchStream:
+        return self.batches.training
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def start_run(
         diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
         profiler=profiler,
         log=log,
-        stream=batches.training,
+        batches=batches,
         start=start,
         last=last,
         watchdog=watchdog,

@@ -52,6 +52,14 @@ def placed_ahead(
         raise error
 
 
+def placed_when_due(
+    place: Callable[[HostBatch], Batch], batches: Iterator[HostBatch]
+) -> Iterator[AheadBatch]:
+    """`placed_ahead` of batches that exist no sooner than they are used."""
+    for batch in batches:
+        yield batch, place(batch)
+
+
 def given_fields(objective: Objective) -> dict[str, BatchField]:
     """The fields of a batch before it is placed: those of the objective and of the layers."""
     return {**objective.fields, **LAYER_FIELDS}

@@ -9,8 +9,8 @@ import pytest
 
 from mjax.kernels.loss import rows as kernel
 from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference, token_sums
-from mjax.kernels.loss.token_functions import ClippedRatio
 from mjax.sharding.collectives import LOCAL
+from tests.clipped_ratio import ClippedRatio
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

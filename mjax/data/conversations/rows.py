@@ -23,6 +23,8 @@ from mjax.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_KINDS = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.float32}
+
 
 class LengthCounts(NamedTuple):
     """Conversations that are too long for a row, and the tokens that they lose.
@@ -34,6 +36,36 @@ class LengthCounts(NamedTuple):
     dropped: int
     lost: int
     lost_trained: int
+
+
+def document_fields(ids: np.ndarray, is_trained: np.ndarray) -> FieldArrays:
+    """The fields of n + 1 tokens, [n] each; the loss is on tokens that `is_trained` flags."""
+    count = len(ids) - 1
+    return {
+        "tokens": ids[:count],
+        "labels": ids[1:],
+        "loss_mask": np.asarray(is_trained[1 : count + 1], np.float32),
+    }
+
+
+def rows_of_documents(rows: Sequence[Sequence[FieldArrays]], width: int) -> FieldArrays:
+    """Documents side by side in rows, each field [B, width]; segments and positions are added."""
+    shape = len(rows), width
+    segments, positions = np.zeros((2, *shape), np.int32)
+    found = {name: np.zeros(shape, kind) for name, kind in _KINDS.items()}
+    for row, documents in enumerate(rows):
+        begin = 0
+        for number, document in enumerate(documents, 1):
+            count = len(document["tokens"])
+            place = row, slice(begin, begin + count)
+            for name, values in document.items():
+                if name not in found:
+                    found[name] = np.zeros(shape, np.float32)
+                found[name][place] = values
+            segments[place] = number
+            positions[place] = np.arange(count)
+            begin += count
+    return found | {"segment_ids": segments, "positions": positions}
 
 
 class ConversationDataset:
@@ -123,28 +155,12 @@ class ConversationDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Rows `indices`, stacked."""
-        shape = len(indices), self.seq_length
-        tokens, labels, segments, positions = np.zeros((4, *shape), np.int32)
-        loss_mask = np.zeros(shape, np.float32)
-        for row, index in enumerate(indices):
-            begin = 0
-            for document, member in enumerate(self.members(index), 1):
-                ids, is_answer = self.source[self.numbers[member]]
-                count = self.lengths[member]
-                place = row, slice(begin, begin + count)
-                tokens[place] = ids[:count]
-                labels[place] = ids[1 : count + 1]
-                loss_mask[place] = is_answer[1 : count + 1]
-                segments[place] = document
-                positions[place] = np.arange(count)
-                begin += count
-        return {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "segment_ids": segments,
-            "positions": positions,
-        }
+        rows = [[self._document(member) for member in self.members(index)] for index in indices]
+        return rows_of_documents(rows, self.seq_length)
+
+    def _document(self, member: int) -> FieldArrays:
+        ids, is_answer = self.source[self.numbers[member]]
+        return document_fields(ids[: self.lengths[member] + 1], is_answer)
 
     def trained_tokens(self) -> int:
         """The tokens with a loss in an epoch."""

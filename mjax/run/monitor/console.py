@@ -84,6 +84,7 @@ def _figures(record: Mapping[str, Known]) -> dict[str, str | None]:
     is_waiting = waited is not None and waited >= SHOWN_WAIT
     return {
         "loss": f"loss {_fixed(record['loss'])}",
+        "reward": show("reward", lambda mean: f"reward {_short(mean)}"),
         "norm": f"norm {_short(record['grad_norm'])}",
         "lr": f"lr {_short(record['lr'], 2)}",
         "time": show("ms_per_step", _step_time),

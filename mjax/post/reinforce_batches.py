@@ -1,0 +1,176 @@
+"""The batches of `mjax reinforce`: rollouts of the policy, and the roles that rate their tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from mjax.data.base.chat_ids import answer_ends
+from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
+from mjax.errors import UserError
+from mjax.infer.requests import SamplingParams
+from mjax.models.attention.zigzag import zigzag
+from mjax.objectives.fields import HostBatch
+from mjax.post.environments.chat_tokens import template_beside
+from mjax.post.environments.workers import EnvironmentWorkers
+from mjax.post.role_programs import log_probs_kind
+from mjax.post.roles import Role, reference_of, require_no_pipeline
+from mjax.post.rollouts.batches import RolloutStream
+from mjax.post.rollouts.collector import Collector, DrawingPlan
+from mjax.post.rollouts.figures import environment_figures
+from mjax.post.rollouts.policy_engine import PolicyEngine
+from mjax.run.batches import RunBatches
+from mjax.run.monitor.metrics import Record
+from mjax.train.trainer import Trainer
+
+
+def reinforce_batches(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of a run on rollouts, which goes on from the record of a checkpoint."""
+    world = World(trainer)
+    stream = RolloutStream(
+        trainer=trainer,
+        collector=world.collector(),
+        tokenizer=world.tokenizer,
+        score=world.scorer(),
+    )
+    stream.go_on(record.get("batches", {}))
+    return RunBatches(
+        stream,
+        record_at=stream.record_at,
+        is_live=True,
+        figures_at=stream.figures_at,
+        line_at=stream.line_at,
+        measure=world.held_out_reward if trainer.cfg.train.eval_interval else None,
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """The engine, the environments and the roles that the rollouts of a run are drawn with."""
+
+    trainer: Trainer
+
+    def __post_init__(self) -> None:
+        if jax.process_count() > 1:
+            raise UserError("mjax reinforce runs in one process; start it without a launcher")
+        require_vocabulary(self.tokenizer.vocab_size, self.trainer.cfg.model)
+        _ = self.params  # checks its fields
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.trainer.cfg.data.tokenizer)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        template = template_beside(self.trainer.cfg.data.tokenizer)
+        return answer_ends(self.tokenizer, template)
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """How answers are drawn, but for seeds and lengths."""
+        given: dict[str, Any] = dict(self.trainer.cfg.reinforce.sampling)
+        if "top_k" in given:
+            given["top_k"] = int(given["top_k"])
+        return SamplingParams(**{"temperature": 1.0, **given}, detokenize=False)
+
+    @cached_property
+    def room(self) -> int:
+        """The tokens of a transcript at most: one more than the places of a row."""
+        model, room = self.trainer.cfg.model, self.trainer.cfg.data.seq_length + 1
+        if model.position_embedding == "relative":
+            return room
+        return min(room, model.max_position_embeddings)
+
+    @cached_property
+    def policy(self) -> PolicyEngine:
+        settings = self.trainer.cfg.reinforce
+        rows = settings.prompts_per_step * settings.group_size
+        return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.room, rows)
+
+    # ---- environments ----------------------------------------------------------------------------
+
+    def workers(self, args: dict[str, Any]) -> EnvironmentWorkers:
+        """The environment of the run with these arguments, in processes."""
+        cfg = self.trainer.cfg
+        settings = cfg.reinforce
+        return EnvironmentWorkers(
+            settings.environment,
+            cfg.data.tokenizer,
+            self.ends,
+            args,
+            count=settings.workers,
+            timeout_s=settings.reward_timeout,
+        )
+
+    def collector(self) -> Collector:
+        """Collects the rollouts that are trained on."""
+        cfg = self.trainer.cfg
+        plan = DrawingPlan(
+            seed=cfg.run.seed,
+            group_size=cfg.reinforce.group_size,
+            params=self.params,
+            most=cfg.reinforce.max_new_tokens,
+            room=self.room,
+        )
+        open_judges = partial(self.workers, cfg.reinforce.environment_args)
+        return Collector(self.policy, open_judges, plan)
+
+    def held_out_reward(self, beat: Callable[[], None]) -> Record:
+        """The mean reward of the likeliest answers to held-out prompts; "loss" is its negative."""
+        cfg = self.trainer.cfg
+        settings, count = cfg.reinforce, cfg.train.eval_steps * cfg.reinforce.prompts_per_step
+        given = settings.eval_environment_args
+        seed = cfg.run.seed + (given is None)
+        params = self.params.model_copy(update={"temperature": 0.0})
+        plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.room, "held-out ")
+        self.policy.take_weights()
+        args = settings.environment_args if given is None else given
+        collector = Collector(self.policy, partial(self.workers, args), plan, beat=beat)
+        with collector:
+            groups = collector.collect(0, count)
+        self.policy.rest()
+        transcripts = [t for group in groups for t in group]
+        reward = float(np.mean([t.reward for t in transcripts]))
+        tokens = sum(t.length for t in transcripts)
+        return {
+            "loss": -reward,
+            "tokens": tokens,
+            "reward": reward,
+            **environment_figures(transcripts),
+        }
+
+    # ---- roles -----------------------------------------------------------------------------------
+
+    def scorer(self) -> Callable[[HostBatch], dict[str, np.ndarray]]:
+        """Rates the labels of a batch by the policy and by the reference, where these are read."""
+        trainer, settings, roles = self.trainer, self.trainer.cfg.reinforce, {}
+        temperature = self.params.temperature
+        in_reward = settings.kl_coef > 0 and settings.kl_in_reward
+        if settings.updates_per_rollout > 1 or settings.correction != "none" or in_reward:
+            policy = Role("policy", trainer, frozen=False)
+            roles["old_log_probs"] = policy, log_probs_kind(True, temperature)
+        if settings.kl_coef > 0:
+            reference = reference_of(trainer, settings.reference)
+            kind = log_probs_kind(reference.held is not None, temperature)
+            roles["ref_log_probs"] = reference, kind
+        if roles:
+            require_no_pipeline(trainer, f"{' and '.join(roles)} of rollouts")
+        cp, width = trainer.parallel.cp, trainer.cfg.data.seq_length
+        order = zigzag(width, cp) if cp > 1 else np.arange(width)
+
+        def score(batch: HostBatch) -> dict[str, np.ndarray]:
+            if not roles:
+                return {}
+            blank = dict.fromkeys(roles, np.zeros(batch["tokens"].shape, np.float32))
+            placed, found = trainer.place(batch | blank), {}
+            for name, (role, kind) in roles.items():
+                values = np.asarray(role.compute(kind, placed))
+                found[name] = np.empty_like(values)
+                found[name][:, order] = values
+            return found
+
+        return score

@@ -1,0 +1,181 @@
+"""The batches of a run on rollouts: a phase of drawing gives those of one or more steps.
+
+Invariants: in synchronous mode a phase is a function of the weights and the cursor of prompts, so
+one that a kill cuts short is done again whole. A checkpoint records the state between two phases,
+and the batches of a phase that are left.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from mjax.config.schema.reinforce import ReinforceConfig
+from mjax.data.base.tokenizer import Tokenizer
+from mjax.objectives.fields import HostBatch
+from mjax.post.policy.advantages import (
+    advantages_of,
+    divergence_costs,
+    is_informative,
+    shaped_rewards,
+)
+from mjax.post.rollouts.bank import Bank, batch_record, recorded_batch
+from mjax.post.rollouts.collector import Collector
+from mjax.post.rollouts.figures import PhaseFigures, reward_figures, time_figures, transcript_line
+from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
+from mjax.post.rollouts.transcript import Transcript
+from mjax.run.batches import RowsOf
+from mjax.train.trainer import Trainer
+
+# Returns log-probabilities of the labels of a batch, [B, S] each, by the name of their field.
+Scorer = Callable[[HostBatch], dict[str, np.ndarray]]
+
+
+@dataclass
+class RolloutStream:
+    """Batches of rollouts that the trainer's own policy draws.
+
+    phase: the next one. waiting: batches of the phase before that are left.
+    """
+
+    trainer: Trainer
+    collector: Collector
+    tokenizer: Tokenizer
+    score: Scorer
+    phase: int = 0
+    waiting: list[HostBatch] = field(default_factory=list)
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        self._record = self.collector.record()
+        self._seconds: dict[str, float] = {}
+        self._figures: PhaseFigures = {}
+        self._shown = ""
+        self._given = 0.0  # when the last batch was
+
+    @property
+    def settings(self) -> ReinforceConfig:
+        return self.trainer.cfg.reinforce
+
+    @property
+    def max_documents(self) -> int:
+        answers = self.settings.prompts_per_step * self.settings.group_size
+        return 1 + min(answers, self.trainer.cfg.data.seq_length // 2)
+
+    def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
+        with self.collector:
+            for step in range(start, start + count):
+                self._seconds = {}
+                if not self.waiting:
+                    self._draw(step)
+                self._given = time.perf_counter()
+                yield self.waiting.pop(0)
+
+    def describe(self, start: int, count: int, most: int) -> str:
+        return f"rollouts of phase {self.phase - 1}"
+
+    # ---- resuming --------------------------------------------------------------------------------
+
+    def record_at(self, step: int) -> dict:
+        record = {"bank": self._record, "phase": self.phase}
+        record["waiting"] = list(map(batch_record, self.waiting))
+        return {"rollouts": record | {"figures": self._figures, "shown": self._shown}}
+
+    def go_on(self, record: dict) -> None:
+        """Go on from the record of a checkpoint."""
+        found = record.get("rollouts")
+        if found is not None:
+            self.collector.bank = Bank.of_record(found["bank"])
+            self.phase = found["phase"]
+            self.waiting = list(map(recorded_batch, found["waiting"]))
+            self._record = found["bank"]
+            self._figures, self._shown = found["figures"], found["shown"]
+
+    # ---- a phase ---------------------------------------------------------------------------------
+
+    def _draw(self, step: int) -> None:
+        """Draw the rollouts of a phase, and make the batches of its steps."""
+        settings, policy = self.settings, self.collector.policy
+        updates = settings.updates_per_rollout
+        depth = settings.max_staleness // updates
+        began = time.perf_counter()
+        engine = policy.take_weights()
+        jax.block_until_ready(engine.runner.params)
+        handed = time.perf_counter()
+        drops = {"is_of_use": _is_of_use} if settings.drops_equal_groups else {}
+        groups = self.collector.collect(self.phase, settings.prompts_per_step, depth, **drops)
+        if depth == 0:
+            policy.rest()
+        self.phase += 1
+        self._record = self.collector.record()
+        drawn = time.perf_counter()
+        self.waiting = self._batches_of(groups)
+        self._seconds = {"hand_over": handed - began, **self.collector.seconds}
+        self._seconds["log_probs"] = time.perf_counter() - drawn
+        self._figures = reward_figures(groups, settings.max_new_tokens, step)
+        self._figures |= {
+            "groups_dropped": self.collector.dropped,
+            "prompts_skipped": self.collector.bank.skipped,
+        }
+        self._shown = transcript_line(groups[0][0], self.tokenizer)
+
+    def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
+        """The batches of the steps of a phase, each of as many groups."""
+        cfg, settings = self.trainer.cfg, self.settings
+        size = len(groups) // settings.updates_per_rollout
+        packs, fields = [], []
+        for first in range(0, len(groups), size):
+            transcripts = [t for group in groups[first : first + size] for t in group]
+            sizes = cfg.train.global_batch_size, cfg.data.seq_length
+            pack = packed_transcripts(transcripts, *sizes)
+            packs.append(pack)
+            fields.append(self.score(pack.batch(advantages=[t.log_probs for t in transcripts])))
+        rewards = self._rewards(packs, fields)
+        transcripts = [t for pack in packs for t in pack.transcripts]
+        numbers = np.array([t.group for t in transcripts])
+        lengths = np.array([t.length for t in transcripts])
+        advantages = advantages_of(settings, rewards, numbers, lengths)
+        found, begin = [], 0
+        for pack, scored in zip(packs, fields, strict=True):
+            own = advantages[begin : begin + len(pack.transcripts)]
+            begin += len(own)
+            of_tokens = [a * t.is_sampled for a, t in zip(own, pack.transcripts, strict=True)]
+            found.append(pack.batch(advantages=of_tokens) | scored)
+        return found
+
+    def _rewards(
+        self, packs: list[PackedTranscripts], fields: list[dict[str, np.ndarray]]
+    ) -> np.ndarray:
+        """The rewards of all transcripts, float64 [n], with what the settings take off them."""
+        settings = self.settings
+        transcripts = [t for pack in packs for t in pack.transcripts]
+        rewards = np.array([t.reward for t in transcripts], np.float64)
+        lengths = np.array([t.length for t in transcripts])
+        rewards = shaped_rewards(settings, rewards, lengths)
+        if settings.kl_coef > 0 and settings.kl_in_reward:
+            costs = []
+            for pack, scored in zip(packs, fields, strict=True):
+                own = divergence_costs(settings, scored["old_log_probs"], scored["ref_log_probs"])
+                pairs = zip(pack.taken(own), pack.transcripts, strict=True)
+                costs += [float(of_tokens[t.is_sampled].sum()) for of_tokens, t in pairs]
+            rewards = rewards - np.array(costs)
+        return rewards
+
+    # ---- the log ---------------------------------------------------------------------------------
+
+    def figures_at(self, step: int) -> PhaseFigures:
+        """The figures of a step that has just ended."""
+        seconds = {"rollout": 0.0} | self._seconds
+        seconds["update"] = time.perf_counter() - self._given
+        return self._figures | time_figures(seconds)
+
+    def line_at(self, step: int) -> str:
+        """A transcript that the step was trained on."""
+        return self._shown
+
+
+def _is_of_use(group: Sequence[Transcript]) -> bool:
+    rewards = np.array([t.reward for t in group], np.float64)
+    return bool(is_informative(rewards, np.zeros(len(group), np.int64)).all())

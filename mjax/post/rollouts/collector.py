@@ -1,0 +1,303 @@
+"""Collects rollouts: groups of answers to prompts, drawn by the engine, judged by an environment.
+
+After a turn that was drawn the environment's tokens follow, and a new request goes on over the same
+ids, whose caches the engine still has. Invariants: the tokens of a rollout are a function of (seed,
+prompt, sample) and the weights, for its noise depends on them and on the place of a token alone.
+So a phase that is done again after a kill gives the same transcripts. A group is used as a whole.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+
+from mjax.errors import UserError
+from mjax.infer.records import Request
+from mjax.infer.requests import SamplingParams
+from mjax.post.rollouts.bank import Bank, PromptGroup
+from mjax.post.rollouts.policy_engine import PolicyEngine
+from mjax.post.rollouts.transcript import OpenRollout, Transcript
+
+_RESET = -1  # in place of a sample
+_PATIENCE = 0.05  # seconds for answers of the environment, while nothing is drawn
+_MOST_SKIPPED = 1000  # prompts in a row that are too long
+_MOST_DROPPED = 8  # times the groups of a step
+NO_ROOM = "length"  # why a rollout ended that had no room for more
+
+
+class Judges(Protocol):
+    """Calls of environments that are under way (`environments/workers.py`)."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def submit(self, ticket: Hashable, method: Literal["reset", "step"], *args: Any) -> None: ...
+
+    def ready(self, timeout: float = 0) -> Sequence[tuple[Any, Any]]: ...
+
+
+@dataclass(frozen=True)
+class DrawingPlan:
+    """How rollouts are drawn.
+
+    params: of all requests, but for their seeds and lengths.
+    most: tokens that are drawn for a transcript. room: tokens of a transcript.
+    name: goes before the ids of its requests.
+    """
+
+    seed: int
+    group_size: int
+    params: SamplingParams
+    most: int
+    room: int
+    name: str = ""
+
+
+@dataclass
+class Collector:
+    """Rollouts of one policy in one environment; a context that has the environment's workers.
+
+    asked: requests in the engine, by group and sample.
+    seconds: time that went into "rollout" and "rewards".
+    dropped: groups of equal rewards that the last phase left out.
+    beat: is called now and then, as a sign of life.
+    """
+
+    policy: PolicyEngine
+    open_judges: Callable[[], Judges]
+    plan: DrawingPlan
+    bank: Bank = field(default_factory=Bank)
+    asked: dict[tuple[int, int], Request] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    dropped: int = 0
+    beat: Callable[[], None] = lambda: None
+    _judges: Any = None
+    _judging: set[tuple[int, int]] = field(default_factory=set)
+    _has_news: bool = False  # whether the environment has answered since groups were looked at
+
+    def __enter__(self) -> Self:
+        self._judges = self.open_judges().__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End the environments, and what the engine still draws for them."""
+        self._judges.__exit__(*failure)
+        for number in list(self.bank.groups):
+            self.abort(number)
+
+    # ---- a phase ---------------------------------------------------------------------------------
+
+    def collect(
+        self,
+        phase: int,
+        wanted: int,
+        depth: int = 0,
+        is_of_use: Callable[[list[Transcript]], bool] = lambda group: True,
+    ) -> list[list[Transcript]]:
+        """So many complete groups, the oldest first, with the weights that the engine has.
+
+        phase: its number. depth: phases that a group may go on for after that of its beginning.
+        Groups that are not `is_of_use` are replaced by others, up to a bound.
+        """
+        self.seconds, self.dropped = {"rollout": 0.0, "rewards": 0.0}, 0
+        self._go_on()
+        self._begin(wanted * (1 + depth) - len(self.bank.groups), phase)
+        complete: list[int] = []
+        self._has_news = True
+        while True:
+            if self._has_news:
+                self._has_news = False
+                complete = self._complete(wanted, phase, is_of_use)
+                groups = self.bank.groups.values()
+                is_due = all(g.is_complete for g in groups if g.begun <= phase - depth)
+                if is_due and len(complete) >= wanted:
+                    break
+            self._advance()
+        complete.sort(key=lambda number: (self.bank.groups[number].begun, number))
+        return [_transcripts(self.bank.groups.pop(number)) for number in complete[:wanted]]
+
+    def _complete(
+        self, wanted: int, phase: int, is_of_use: Callable[[list[Transcript]], bool]
+    ) -> list[int]:
+        """The numbers of complete groups; those of no use are replaced."""
+        groups = self.bank.groups
+        complete = [number for number, group in groups.items() if group.is_complete]
+        for number in list(complete):
+            if self.dropped >= _MOST_DROPPED * wanted:
+                break
+            if not is_of_use(_transcripts(groups[number])):
+                complete.remove(number)
+                del groups[number]
+                self.dropped += 1
+                self._begin(1, phase)
+        return complete
+
+    def abort(self, number: int) -> None:
+        """Forget a group, whatever has become of it."""
+        self.bank.groups.pop(number, None)
+        for key in [key for key in self.asked if key[0] == number]:
+            request = self.asked.pop(key)
+            self.policy.engine.abort(request.output.request_id)
+
+    def record(self) -> dict:
+        """The bank as JSON, with the tokens that requests have drawn so far."""
+        return self.bank.record(self._so_far)
+
+    # ---- prompts ---------------------------------------------------------------------------------
+
+    def _begin(self, count: int, phase: int) -> None:
+        """Begin groups of so many prompts, in the order of the stream."""
+        bank, skipped, longest = self.bank, 0, 0
+        while count > 0:
+            numbers = range(bank.cursor, bank.cursor + count)
+            bank.cursor += count
+            for number, ids, state in self._prompts(numbers):
+                longest = max(longest, len(ids))
+                if len(ids) + self.plan.most > self.plan.room:
+                    skipped += 1
+                    continue
+                size = range(self.plan.group_size)
+                group = PromptGroup(phase, [OpenRollout(number, n, state) for n in size])
+                bank.groups[number] = group
+                for rollout in group.rollouts:
+                    rollout.add_given(ids)
+                    self._ask(rollout)
+                count -= 1
+            if skipped > _MOST_SKIPPED:
+                raise UserError(
+                    f"reinforce.environment: {skipped} prompts in a row are too long, of up to "
+                    f"{longest} tokens; with reinforce.max_new_tokens={self.plan.most} they must "
+                    f"fit {self.plan.room}: raise data.seq_length"
+                )
+        bank.skipped += skipped
+
+    def _prompts(self, numbers: range) -> list[tuple[int, Sequence[int], Any]]:
+        """(number, ids, state) of prompts, in order."""
+        for number in numbers:
+            self._judges.submit((number, _RESET), "reset", self.plan.seed, number)
+        found: dict[int, Any] = {}
+        while len(found) < len(numbers):
+            for (number, sample), turn in self._answers(_PATIENCE):
+                if sample == _RESET:
+                    found[number] = turn
+                else:
+                    self._judged((number, sample), turn)
+        for number, turn in found.items():
+            if turn.reward is not None or not turn.ids:
+                raise UserError(
+                    f"reinforce.environment: reset of prompt {number} gives no prompt to answer"
+                    f"{f' ({turn.reason})' if turn.reason else ''}; mend the environment"
+                )
+        return [(number, found[number].ids, found[number].state) for number in numbers]
+
+    # ---- turns -----------------------------------------------------------------------------------
+
+    def _ask(self, rollout: OpenRollout) -> None:
+        """Let the engine go on with a rollout."""
+        plan, place = self.plan, (rollout.group, rollout.sample)
+        left = min(plan.most - rollout.drawn, plan.room - len(rollout.ids))
+        own = {"seed": seed_of(plan.seed, *place), "max_tokens": left}
+        self.asked[place] = self.policy.engine.add(
+            rollout.ids,
+            plan.params.model_copy(update=own),
+            request_id=f"{plan.name}{rollout.group}.{rollout.sample}.{len(rollout.ids)}",
+        )
+
+    def _advance(self) -> None:
+        """One step of the engine, and the answers of the environment that are there."""
+        self.beat()
+        engine = self.policy.engine
+        if engine.has_work:
+            began = time.perf_counter()
+            engine.step()
+            self.seconds["rollout"] += time.perf_counter() - began
+        ended = [place for place, request in self.asked.items() if request.output.finished]
+        for place in ended:
+            rollout = self._rollout(place)
+            self._add_drawn(rollout, self.asked.pop(place))
+            self._judge(rollout)
+        for place, turn in self._answers(0 if engine.has_work else _PATIENCE):
+            self._judged(place, turn)
+
+    def _add_drawn(self, rollout: OpenRollout, request: Request) -> None:
+        """Add what a request has drawn."""
+        drawn = request.output.outputs[0]
+        versions = list(map(self.policy.step_of, drawn.weight_versions))
+        rollout.add_drawn(drawn.token_ids, drawn.processed_logprobs, versions)
+        rollout.unjudged += len(drawn.token_ids)
+
+    def _judge(self, rollout: OpenRollout) -> None:
+        """Give the environment the tokens that it has not seen."""
+        answer = rollout.ids[len(rollout.ids) - rollout.unjudged :]
+        place = rollout.group, rollout.sample
+        rollout.is_asking = True
+        self._judging.add(place)
+        began = time.perf_counter()
+        self._judges.submit(place, "step", rollout.state, answer)
+        self.seconds["rewards"] += time.perf_counter() - began
+
+    def _answers(self, timeout: float) -> Sequence[tuple[Any, Any]]:
+        began = time.perf_counter()
+        found = self._judges.ready(timeout)
+        self.seconds["rewards"] += time.perf_counter() - began
+        return found
+
+    def _judged(self, place: tuple[int, int], turn: Any) -> None:
+        """Take what the environment answers to a turn."""
+        self._judging.remove(place)
+        if place[0] not in self.bank.groups:  # aborted meanwhile
+            return
+        rollout, plan = self._rollout(place), self.plan
+        rollout.state, rollout.unjudged, rollout.is_asking = turn.state, 0, False
+        self._has_news = True
+        rollout.metrics |= turn.metrics
+        if turn.reward is not None:
+            if not math.isfinite(turn.reward):
+                raise UserError(
+                    f"reinforce.environment: the reward of prompt {place[0]} is {turn.reward}; "
+                    "give a finite number"
+                )
+            rollout.reward, rollout.reason = float(turn.reward), turn.reason
+        elif rollout.drawn >= plan.most or len(rollout.ids) + len(turn.ids) >= plan.room:
+            rollout.reward, rollout.reason = 0.0, NO_ROOM
+        else:
+            rollout.add_given(turn.ids)
+            self._ask(rollout)
+
+    def _rollout(self, place: tuple[int, int]) -> OpenRollout:
+        return self.bank.groups[place[0]].rollouts[place[1]]
+
+    # ---- between phases --------------------------------------------------------------------------
+
+    def _so_far(self, rollout: OpenRollout) -> OpenRollout:
+        """A rollout with the tokens that its request has drawn."""
+        request = self.asked.get((rollout.group, rollout.sample))
+        if request is None:
+            return rollout
+        lists = {n: list(getattr(rollout, n)) for n in ("ids", "log_probs", "is_sampled")}
+        copy = dataclasses.replace(rollout, versions=list(rollout.versions), **lists)
+        self._add_drawn(copy, request)
+        return copy
+
+    def _go_on(self) -> None:
+        """Take up rollouts that nobody works on, as those of a checkpoint."""
+        for group in self.bank.groups.values():
+            for rollout in group.rollouts:
+                place = rollout.group, rollout.sample
+                if rollout.reward is not None or place in self.asked or place in self._judging:
+                    continue
+                self._judge(rollout) if rollout.is_asking else self._ask(rollout)
+
+
+def _transcripts(group: PromptGroup) -> list[Transcript]:
+    return [rollout.transcript() for rollout in group.rollouts]
+
+
+def seed_of(*numbers: int) -> int:
+    """The seed of a rollout's noise: of the run, the number of its prompt, and its own."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

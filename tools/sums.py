@@ -1,0 +1,37 @@
+"""`python -m tools.sums --out DIR`: sums of two numbers, as prompts and answers.
+
+They are those of the environment `arithmetic`: "12+34=" and "46". A model that is trained on few of
+them knows the form of an answer and some of the sums.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import run_cli
+
+
+def sums(count: int, digits: int, seed: int) -> list[dict]:
+    """Records with prompt and completion."""
+    rng, least = np.random.default_rng(seed), 10 ** (digits - 1)
+    pairs = rng.integers(least, 10**digits, (count, 2)).tolist()
+    return [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in pairs]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--count", type=int, default=20_000, help="sums to train on")
+    parser.add_argument("--digits", type=int, default=2, help="of each number")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record) for record in sums(args.count, args.digits, seed=1)]
+    (args.out / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
