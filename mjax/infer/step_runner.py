@@ -123,7 +123,9 @@ class StepRunner:
             check_stages(has_slots(definition.specs), depths)
         self.params: dict | None = self._placed(params, donate)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
-        rows, tokens = powers_of_two(1, limits.rows), powers_of_two(16, limits.chunk)
+        # A step of two rows is faster than one of one row: XLA then makes each norm one kernel.
+        rows = powers_of_two(min(2, limits.rows), limits.rows)
+        tokens = powers_of_two(16, limits.chunk)
         decode = rows[-1:] if fixed_rows or batch_invariant else rows
         self.sizes = decode, tokens[-1:] if batch_invariant else tokens
         self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])

@@ -77,12 +77,16 @@ class Preference:
         return losses.get("sft", losses.get("orpo", 0.0))
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
-        """Pairs cut out of random tokens, for speed tests; nothing where a data set has them."""
-        return (
-            {}
-            if "answer_values" in batch
-            else mock_answers(batch, self.dataset, seed, step, rows, self.shares_prefixes)
-        )
+        """Pairs cut out of random tokens, for speed tests; nothing where a data set has them.
+
+        A reference that each step computes is left to its role.
+        """
+        if "answer_values" in batch:
+            return {}
+        made = mock_answers(batch, self.dataset, seed, step, rows, self.shares_prefixes)
+        if self.settings.computes_reference:
+            del made["ref_log_probs"]
+        return made
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
         return edges.embed(batch["tokens"], tokens, ctx)

@@ -32,7 +32,8 @@ def bits(request) -> list[bytes]:
 @pytest.mark.parametrize("kind", quick(["keys and values", "latent", "experts", "mamba"], 0))
 def test_bits_do_not_depend_on_company(kind):
     given = tiny_engine(tiny_model(kind), batch_invariant=True)
-    assert given.warm_up() == 3
+    programs = given.warm_up()  # layers of decoding and of prefill, and draws of their rows
+    assert programs == (4 if kind == "mamba" else 3)  # prompts with states come one at a time
     alone = [bits(served(given, [ask])[0]) for ask in ASKS]  # the third finds pages of the first
     given.lanes[0].pool.forget()
     together = [bits(request) for request in served(given, ASKS[::-1])][::-1]
@@ -42,7 +43,7 @@ def test_bits_do_not_depend_on_company(kind):
     given.sleep()
     given.wake()
     assert bits(served(given, ASKS[-1:])[0])[1] == alone[-1][1]
-    assert len(given.runner.compiled) == 3, "layers of decoding and of prefill, and draws"
+    assert len(given.runner.compiled) == programs
 
 
 def test_a_text_begins_when_it_can_end():

@@ -13,6 +13,7 @@ from mjax.errors import UserError
 from mjax.interop.sources import source_of
 from mjax.post.preference import main as preference
 from mjax.post.preference import preference_defaults
+from mjax.post.preferences.objective import Preference
 from mjax.post.reward import main as reward
 from mjax.post.reward import reward_defaults
 from mjax.sharding.mesh import make_mesh
@@ -92,3 +93,12 @@ def test_the_quickstart_goes_from_pairs_to_a_preference_and_to_a_reward_model(
     go(monkeypatch, reward, *start, *keys)
     assert last_of(tmp_path / "runs/reward")["eval_accuracy"] > 0.5
     assert source_of("runs/reward").cfg.num_labels == 1
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_random_pairs_have_a_random_reference_only_where_no_step_computes_one(is_stored):
+    key = f"preference.precompute_ref_log_probs={str(is_stored).lower()}"
+    cfg = load(None, ["data.mock=true", key], preference_defaults)
+    batch = {"tokens": np.zeros((2, 64), np.int32)}
+    made = Preference.of(cfg).make_fields(batch, 0, 0, np.arange(2))
+    assert ("ref_log_probs" in made) == is_stored
