@@ -35,7 +35,7 @@ class BatchField:
         patch, and of a token of a text with packed images (`models/towers/image_places.py`).
     pad: the value in rows that fill up a batch. They count in no loss.
     is_computed: a batch may be given without it. Then a role computes it on the devices
-        (`post/roles.py`).
+        (`post/base/roles.py`).
     """
 
     dtype: type

@@ -145,7 +145,7 @@ def _specs_of(model: str) -> dict:
 
 
 def _reference_bytes(cfg: Config, count: Counts) -> float:
-    """The bytes of the weights that a reference holds besides the policy's (`post/roles.py`)."""
+    """The bytes of weights that a reference holds beside the policy's (`post/base/roles.py`)."""
     if cfg.lora.begins_at_base and cfg.preference.reference is None:
         return 0.0
     itemsize = jnp.dtype(cfg.precision.compute).itemsize

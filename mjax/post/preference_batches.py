@@ -3,10 +3,11 @@
 from functools import partial
 
 from mjax.objectives.fields import Batch
+from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
+from mjax.post.base.roles import Role, RoleFields, reference_of, require_no_pipeline
+from mjax.post.base.stored_scores import answer_datasets, attach_stored_scores
+from mjax.post.preferences.mismatched import MISMATCHED
 from mjax.post.preferences.objective import Preference
-from mjax.post.role_programs import BASE_LOG_PROBS, LOG_PROBS, MISMATCHED
-from mjax.post.roles import Role, RoleFields, reference_of, require_no_pipeline
-from mjax.post.stored_scores import answer_datasets, attach_stored_scores
 from mjax.run.batches import DatasetStream, RunBatches, from_config
 from mjax.train.program_kind import ProgramKind
 from mjax.train.trainer import Trainer

@@ -14,10 +14,10 @@ from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.models.attention.zigzag import zigzag
 from mjax.objectives.fields import HostBatch
+from mjax.post.base.role_programs import log_probs_kind
+from mjax.post.base.roles import Role, reference_of, require_no_pipeline
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
-from mjax.post.role_programs import log_probs_kind
-from mjax.post.roles import Role, reference_of, require_no_pipeline
 from mjax.post.rollouts.batches import RolloutStream
 from mjax.post.rollouts.collector import Collector, DrawingPlan
 from mjax.post.rollouts.figures import environment_figures

@@ -24,7 +24,7 @@ from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
-from mjax.post.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
 from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore, with_stored_teacher, write_record
 from mjax.post.teacher_divergence import (
     BIAS,

@@ -100,7 +100,7 @@ class Trainer:
         types = cfg.model.bert.type_vocab_size
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
-        # Compute fields of a batch that it was given without (`post/roles.py`): those of frozen
+        # Compute fields that a batch was given without (`post/base/roles.py`): those of frozen
         # roles when it is placed, maybe steps ahead; those of live weights when it is used.
         self.role_fields: Callable[[Batch], Batch] = no_fields
         self.live_role_fields: Callable[[Batch], Batch] = no_fields

@@ -23,7 +23,7 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
-from mjax.post.roles import require_no_pipeline
+from mjax.post.base.roles import require_no_pipeline
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.spec import trained_only
 from mjax.train.trainer import Trainer

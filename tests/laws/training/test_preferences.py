@@ -9,10 +9,10 @@ import pytest
 
 from mjax.config import load
 from mjax.config.schema.preference import PreferenceConfig
+from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
 from mjax.post.preference import preference_defaults
 from mjax.post.preference_batches import preference_batches
 from mjax.post.preferences.pair_losses import AnswerSums, dpo
-from mjax.post.role_programs import BASE_LOG_PROBS, LOG_PROBS
 from mjax.prove import deviation, fill_adapters
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh

@@ -46,7 +46,6 @@ def test_a_command_without_roles_refuses_a_batch_that_awaits_them():
     rows = {"tokens": np.zeros((4, 16), np.int32), "labels": np.zeros((4, 16), np.int32)}
     rows |= {"segment_ids": np.ones((4, 16), np.int32), "positions": np.zeros((4, 16), np.int32)}
     batch = trainer.objective.make_fields(rows, 0, 0, np.arange(4))
-    del batch["ref_log_probs"]
     with pytest.raises(UserError, match="ref_log_probs is computed by a role.*mjax preference"):
         trainer.place(rows | batch)
 

@@ -4,7 +4,7 @@ A role is the policy, a reference, a teacher, a reward model or a critic. It has
 frozen flag and dtype. Its trainer has the mesh and the programs: that of the policy, or one of its
 own. Its results are fields of the batch (`BatchField.is_computed`), and no gradient flows through a
 field. They come from a forward pass of the same step (`RoleFields`, which the policy's trainer
-calls for each batch), or from files (`post/stored_scores.py`).
+calls for each batch), or from files (`post/base/stored_scores.py`).
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from mjax.data.loader import Dataset
 from mjax.errors import UserError
 from mjax.interop.adapters_of_run import without_adapters
 from mjax.pipeline.storage import canonical
-from mjax.post.roles import Role, require_no_pipeline
+from mjax.post.base.roles import Role, require_no_pipeline
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.program_kind import ProgramKind
 

@@ -1,0 +1,1 @@
+"""Roles and what they compute, which all ways to train after pretraining stand on."""
