@@ -19,7 +19,7 @@ from mjax.models.moe.router import Router, balanced, counted, route
 from mjax.models.moe.router_losses import balance_loss, entropy, z_loss
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
-from tests.marks import quick
+from tests.marks import quick, slow
 
 MODELS = {
     "all": [],
@@ -53,6 +53,7 @@ def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     assert holds(record), record
 
 
+@slow
 def test_balance_loss_is_reported_apart():
     got = make_trainer("experts", Cell(), *MODELS["mixed"]).step(make_batch(24))
     assert float(got["aux_loss"]) > 2 * 0.1  # two E blocks, and balance is the least there is

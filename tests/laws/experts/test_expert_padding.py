@@ -14,7 +14,7 @@ from mjax.models.moe.router_losses import balance_loss, entropy, z_loss
 from mjax.prove import BOUND, Cell, deviation, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_capacity import model
-from tests.marks import quick
+from tests.marks import quick, slow
 
 SKIP = "model.moe.skip_padding=true"
 MOE = model("num_experts=8", "router_aux_loss_coef=0.1", "router_z_loss_coef=0.01")
@@ -67,6 +67,7 @@ def test_padding_counts_for_no_expert_bias():
     assert counts.sum() == 2 * (12 + 5)
 
 
+@slow
 def test_text_is_computed_as_without_the_key_and_padding_gets_nothing():
     """One layer of experts alone: the output of padding is its input."""
     keys = ["model.num_hidden_layers=1", 'model.layer_pattern="[E]"']

@@ -19,7 +19,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh,zero,micro_batches,layers", quick(CASES, 0))
+@pytest.mark.parametrize("mesh,zero,micro_batches,layers", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, layers):
     cell = Cell(mesh, zero, micro_batches)
     record = compare("folded experts", cell, f"model.num_hidden_layers={layers}", steps=2)

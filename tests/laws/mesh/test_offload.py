@@ -90,6 +90,7 @@ def test_checkpoints_do_not_depend_on_where_moments_live(tmp_path, first, second
             assert_same(run(resumed, 2), whole)
 
 
+@slow
 def test_a_step_with_bad_numbers_leaves_host_moments_alone():
     trainer = run(made(Cell(), HOST, "optimizer.clip_grad_norm=0"), 1)
     before = jax.tree.map(np.asarray, trainer.state)

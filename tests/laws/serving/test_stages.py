@@ -50,7 +50,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(layers_in_stages, "LEAST_TOKENS", 8)
 
 
-@pytest.mark.parametrize("kind, mesh", quick(CASES, 0))
+@pytest.mark.parametrize("kind, mesh", quick(CASES))
 def test_stages_give_the_plain_forwards_tokens(kind, mesh):
     given = engine(kind, mesh)
     lanes = len(given.lanes)

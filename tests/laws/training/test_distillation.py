@@ -128,7 +128,7 @@ ON_MESHES = [
 ]
 
 
-@pytest.mark.parametrize("cell", quick(ON_MESHES, 0), ids=str)
+@pytest.mark.parametrize("cell", quick(ON_MESHES), ids=str)
 def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell):
     """Outputs of both models by `trace`; the matrices between them have gradients, too."""
     keys = [HIDDEN, "distill.hidden_losses={cosine: 0.5, mse: 2.0}"]
@@ -186,6 +186,7 @@ def test_layers_that_are_not_there_are_refused(teacher):
         student(teacher, Cell(rows=8), "distill.hidden_layers={2: 1}")
 
 
+@slow
 def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
     """All of the vocabulary but one token stored is the divergence; a run reads its own samples."""
     keys = [*SMALL, *FEATURES["dense"], LAYERS, "data.mock=true", "train.objective=distill"]
@@ -256,6 +257,7 @@ def test_a_teacher_s_vocabulary_may_go_on_where_the_student_s_ends(tmp_path):
         student(folder, Cell(rows=8), keys[0])
 
 
+@slow
 def test_the_estimate_of_memory_counts_the_teacher_s_shards_and_fields(teacher):
     trainer = student(teacher, Cell({"dp": 2, "tp": 2}, 1, 1, rows=8), HIDDEN)
     placed = trainer.place(make_batch(8))

@@ -365,8 +365,7 @@ def first_step(keys: tuple[str, ...], cell: Cell, batch: dict | None = None) -> 
     return jax.device_get({"losses": found.losses, "gradients": found.gradients})
 
 
-GRID = [0, 1, *(pytest.param(n, marks=exhaustive) for n in range(2, len(CASES)))]
-GRID[0] = pytest.param(0, marks=slow)
+GRID = [pytest.param(n, marks=exhaustive if n > 1 else slow) for n in range(len(CASES))]
 
 
 @pytest.mark.parametrize("number", GRID, ids=[case[0] for case in CASES])

@@ -62,7 +62,7 @@ def run(kind: str, inputs, chunk: int, starts=None) -> jax.Array:
     return function(inputs, chunk=chunk, starts=starts)[0]
 
 
-@pytest.mark.parametrize("kind", quick(["gated_delta", "ssd"], 0))
+@pytest.mark.parametrize("kind", quick(["gated_delta", "ssd"], 1))
 def test_answers_start_from_the_state_of_their_prefix(kind):
     with jax.enable_x64(True):
         segments, prefixes, *paths = layout()
