@@ -14,8 +14,10 @@ LAYER_OUTPUTS = "layer_outputs"
 
 def no_outputs(x: Activation, layers: tuple[int, ...]) -> dict[str, jax.Array]:
     """The outputs before the first layer, whose input is x; {} if none are kept."""
+    if not layers:
+        return {}  # streams may have no decoder
     x = decoder_of(x)
-    return {LAYER_OUTPUTS: jnp.zeros((len(layers), *x.shape), x.dtype)} if layers else {}
+    return {LAYER_OUTPUTS: jnp.zeros((len(layers), *x.shape), x.dtype)}
 
 
 def with_output(
