@@ -360,7 +360,7 @@ class StepRunner:
         tokens = len(records) * given.places
         if given.ids is not None:
             tokens = given.ids.shape[-1]
-        return self._compiled(programs.forward, held, own, self._options(tokens))
+        return self._compiled(programs.forward, held, own, tokens)
 
     def drawing(
         self,
@@ -373,7 +373,7 @@ class StepRunner:
         """The program that draws tokens."""
         held = (self._held_or_abstract()._replace(caches=[]),)
         own = outputs.logits, given.drafts, records, rules
-        return self._compiled(self.programs.draw, held, own, {}, draws=draws)
+        return self._compiled(self.programs.draw, held, own, draws=draws)
 
     def guessing(
         self,
@@ -388,7 +388,7 @@ class StepRunner:
         held = self.params, programs.of_depths(state.caches), state.last
         own = outputs.activations, programs.abstract_places(records), records, rules
         each = None if given.ids is not None else given.places
-        return self._compiled(programs.guess, held, own, {}, draws=draws, each=each)
+        return self._compiled(programs.guess, held, own, draws=draws, each=each)
 
     def _options(self, tokens: int) -> dict:
         """The XLA options of layers for so many tokens."""
@@ -401,16 +401,19 @@ class StepRunner:
         return self.programs.abstract_state(self._has_counts)
 
     def _compiled(
-        self, function: Callable, held: tuple, own: tuple, options: dict, **static: object
+        self, function: Callable, held: tuple, own: tuple, tokens: int = 0, **static: object
     ) -> jax.stages.Compiled:
-        """A program compiled once for shapes of `own`; those of `held` stay, but for counts."""
+        """A program compiled once for shapes of `own`; those of `held` stay, but for counts.
+
+        `tokens`: those that its layers compute, if it has any.
+        """
         arrays, tree = jax.tree.flatten(own)
         shapes = tuple((x.shape, x.dtype) for x in arrays)
         name = function.__name__  # threads may make more than one function of a name
         is_counted = self._has_counts and name == "_draw"
         key = name, shapes, tree, *static.values(), is_counted
         if key not in self.compiled:
-            lowered = function.lower(*held, *own, **static)
+            lowered, options = function.lower(*held, *own, **static), self._options(tokens)
             self.compiled[key] = lowered.compile(compiler_options=options or None)
         return self.compiled[key]
 
