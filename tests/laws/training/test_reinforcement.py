@@ -120,12 +120,25 @@ def figures(folder):
     return [r for r in records(folder) if "reward" in r]
 
 
+RATED = (  # columns of these fields must be those of the labels, wherever cp puts them
+    "reinforce.correction=truncate",
+    "reinforce.kl_coef=0.1",
+    "reinforce.sampling={temperature: 0.7}",
+)
+MESHES = {
+    "dp2 tp2": (("mesh.dp=2", "mesh.tp=2"), ()),
+    "cp2 tp2, rated by roles": (("mesh.cp=2", "mesh.tp=2"), RATED),
+}
+
+
 @slow
-def test_rollouts_on_a_mesh_are_those_of_one_device(tmp_path):
-    cfg = config(tmp_path, LONG)
-    _, _, expected = first_groups(cfg)
-    mesh = "mesh.dp=2", "mesh.tp=2", "train.micro_batch_size=2"
-    _, _, found = first_groups(config(tmp_path, LONG, *mesh), devices=4)
+@pytest.mark.parametrize("name", MESHES)
+def test_rollouts_on_a_mesh_are_those_of_one_device(tmp_path, name):
+    axes, keys = MESHES[name]
+    keys = LONG, *keys
+    _, _, expected = first_groups(config(tmp_path, *keys))
+    mesh = *axes, "train.micro_batch_size=2"
+    _, _, found = first_groups(config(tmp_path, *keys, *mesh), devices=4)
     # fp32 sums over shards differ by a few ulp; a draw would change only at a tie that close.
     for ours, theirs in zip(sum(found, []), sum(expected, []), strict=True):
         assert (ours.group, ours.sample, ours.reward) == (
@@ -136,12 +149,18 @@ def test_rollouts_on_a_mesh_are_those_of_one_device(tmp_path):
         np.testing.assert_array_equal(ours.ids, theirs.ids)
         np.testing.assert_array_equal(ours.is_sampled, theirs.is_sampled)
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
-    run(config(tmp_path / "one", LONG, "train.micro_batch_size=2"))
-    run(config(tmp_path / "four", LONG, *mesh), devices=4)
+    run(config(tmp_path / "one", *keys, "train.micro_batch_size=2"))
+    run(config(tmp_path / "four", *keys, *mesh), devices=4)
     pairs = zip(figures(tmp_path / "four"), figures(tmp_path / "one"), strict=True)
     for ours, theirs in pairs:
-        for name in ("loss", "grad_norm", "entropy", "reward"):
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+        for figure in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "reward",
+            *(["kl"] if len(keys) > 1 else []),
+        ):
+            np.testing.assert_allclose(ours[figure], theirs[figure], rtol=1e-3, atol=1e-5)
 
 
 @slow
