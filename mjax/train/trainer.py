@@ -79,7 +79,8 @@ class Trainer:
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         for name in cfg.precision.fp8_recipes:
-            recipe_of(cfg.precision, name).require(devices[0])
+            if recipe := recipe_of(cfg.precision, name):
+                recipe.require(devices[0])
         if cfg.run.deterministic:
             fix_reduction_order()
         self.cfg = cfg
