@@ -22,6 +22,7 @@ from mjax.checkpoint.base.companion_files import SIDE_FILES, write_files
 from mjax.config.languages.layer_pattern import stacks_of
 
 CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
+CRITIC = "critic"  # item of a step: the state of a critic that is trained beside (PPO)
 DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a process wrote
 
 
@@ -32,6 +33,9 @@ def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     state = DigestingHandler() if digests else ocp.StandardCheckpointHandler()
+    critic = ocp.StandardCheckpointHandler()  # ends before `state`, whose digests are of all files
+    handlers.add(CRITIC, ocp.args.StandardSave, critic)
+    handlers.add(CRITIC, ocp.args.StandardRestore, critic)
     handlers.add("state", ocp.args.StandardSave, state)
     handlers.add("state", ocp.args.StandardRestore, state)
     handlers.add(SIDE_FILES, FilesSave, FilesHandler())

@@ -107,10 +107,11 @@ class Store:
         state: dict,
         held_out_loss: float | None = None,
         further: dict | None = None,
+        critic: dict | None = None,
     ) -> None:
         """Copy `state` to the host and write it; with `async_save` the writing goes on behind.
 
-        `further`: entries of the record beyond those of all runs, as JSON.
+        `further`: entries of the record beyond those of all runs. `critic`: a critic's state.
         Waits for the previous save first, and raises `SaveFailed` if that one failed. The arrays of
         `state` may be donated as soon as this returns.
         """
@@ -133,7 +134,7 @@ class Store:
         self._losses[step] = held_out_loss
         try:
             record = self._record(step, held_out_loss, further or {})
-            self._manager.save(step, args=self._items(state, record), force=True)
+            self._manager.save(step, args=self._items(state, record, critic), force=True)
         except Exception as e:
             if jax.process_count() == 1:  # several would have to make a new one together
                 self.forget_steps()  # the next save might fail of what is left of this one
@@ -142,14 +143,13 @@ class Store:
         if not self._async:
             self.wait()
 
-    def _items(self, state: dict, record: dict) -> ocp.args.Composite:
-        """Orbax's arguments for writing a step."""
-        items = {
-            "state": ocp.args.StandardSave(
-                state, orbax_handlers.save_args(state, self.cfg.model.layer_kinds)
-            ),
-            "meta": ocp.args.JsonSave(record),
-        }
+    def _items(self, state: dict, record: dict, critic: dict | None) -> ocp.args.Composite:
+        """Orbax's arguments for writing a step, in the order in which it ends them."""
+        critics = {} if critic is None else {orbax_handlers.CRITIC: critic}
+        kinds, items = self.cfg.model.layer_kinds, {}
+        for name, tree in {**critics, "state": state}.items():
+            items[name] = ocp.args.StandardSave(tree, orbax_handlers.save_args(tree, kinds))
+        items["meta"] = ocp.args.JsonSave(record)
         if self._side_files:
             items[SIDE_FILES] = orbax_handlers.FilesSave(self._side_files)
         return ocp.args.Composite(**items)
@@ -406,6 +406,12 @@ class Store:
             wanted.pop("loss_scale", None)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         return self._manager.restore(step, args=items)["state"]
+
+    def read_critic(self, step: int, abstract_state: dict) -> dict:
+        """The state of the critic that `step` holds, which `restore` has found intact."""
+        items = ocp.args.Composite(critic=ocp.args.StandardRestore(abstract_state))
+        with _agreed_damage(self.directory / str(step)):
+            return self._manager.restore(step, args=items)["critic"]
 
     def _rename_damaged(self, steps: list[int]) -> None:
         """Out of orbax's sight, or retention would count them and a later save collide."""

@@ -117,6 +117,8 @@ def bytes_per_device(
     parts["work"] = max(work, loss)
     if cfg.train.objective == "preference" and cfg.preference.computes_reference:
         parts["reference"] = _reference_bytes(cfg, count)
+    if cfg.train.objective == "policy" and cfg.reinforce.loss_type == "ppo":  # as the policy's
+        parts["critic"] = parts["masters"] + parts["moments"]
     objective = objective_of(cfg)
     if isinstance(objective, TeacherReader):
         parts["teacher"] = teacher_bytes(cfg, sizes, objective)

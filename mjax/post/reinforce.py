@@ -72,10 +72,10 @@ def require_policy(cfg: Config, args: argparse.Namespace | None = None) -> None:
             f"train.objective={cfg.train.objective} has no rollouts; leave it out, or run mjax "
             "train"
         )
-    if settings.loss_type == "ppo":
+    if settings.loss_type == "ppo" and cfg.checkpoint.local_dir is not None:
         raise UserError(
-            "reinforce.loss_type=ppo: the critic's training is not built into mjax reinforce yet; "
-            "take grpo, rloo or reinforce_pp, which need none"
+            "checkpoint.local_dir: its steps have no critic, which reinforce.loss_type=ppo needs; "
+            "leave it out"
         )
     if settings.prompts_per_step % settings.updates_per_rollout:
         raise UserError(

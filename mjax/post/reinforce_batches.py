@@ -12,12 +12,12 @@ from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
 from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
-from mjax.models.attention.zigzag import zigzag
 from mjax.objectives.fields import HostBatch
 from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import Role, reference_of, require_no_pipeline
+from mjax.post.base.roles import Role, in_order, reference_of, require_no_pipeline
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
+from mjax.post.policy.critic import Critic, critic_of
 from mjax.post.rollouts.batches import RolloutStream
 from mjax.post.rollouts.collector import Collector, DrawingPlan
 from mjax.post.rollouts.figures import environment_figures
@@ -29,14 +29,17 @@ from mjax.train.trainer import Trainer
 
 def reinforce_batches(trainer: Trainer, record: dict) -> RunBatches:
     """The batches of a run on rollouts, which goes on from the record of a checkpoint."""
-    world = World(trainer)
+    world, own = World(trainer), record.get("batches", {})
+    is_ppo = trainer.cfg.reinforce.loss_type == "ppo"
+    critic = critic_of(trainer, own.get("critic", {})) if is_ppo else None
     stream = RolloutStream(
         trainer=trainer,
         collector=world.collector(),
         tokenizer=world.tokenizer,
-        score=world.scorer(),
+        score=world.scorer(critic),
+        critic=critic,
     )
-    stream.go_on(record.get("batches", {}))
+    stream.go_on(own)
     return RunBatches(
         stream,
         record_at=stream.record_at,
@@ -145,8 +148,10 @@ class World:
 
     # ---- roles -----------------------------------------------------------------------------------
 
-    def scorer(self) -> Callable[[HostBatch], dict[str, np.ndarray]]:
-        """Rates the labels of a batch by the policy and by the reference, where these are read."""
+    def scorer(self, critic: Critic | None = None) -> Callable[[HostBatch], dict[str, np.ndarray]]:
+        """Rates the labels of a batch by the policy, the reference and a critic, where they are
+        read.
+        """
         trainer, settings, roles = self.trainer, self.trainer.cfg.reinforce, {}
         temperature = self.params.temperature
         in_reward = settings.kl_coef > 0 and settings.kl_in_reward
@@ -159,18 +164,15 @@ class World:
             roles["ref_log_probs"] = reference, kind
         if roles:
             require_no_pipeline(trainer, f"{' and '.join(roles)} of rollouts")
-        cp, width = trainer.parallel.cp, trainer.cfg.data.seq_length
-        order = zigzag(width, cp) if cp > 1 else np.arange(width)
 
         def score(batch: HostBatch) -> dict[str, np.ndarray]:
+            found = {} if critic is None else {"values": critic.values(batch)}
             if not roles:
-                return {}
+                return found
             blank = dict.fromkeys(roles, np.zeros(batch["tokens"].shape, np.float32))
-            placed, found = trainer.place(batch | blank), {}
+            placed = trainer.place(batch | blank)
             for name, (role, kind) in roles.items():
-                values = np.asarray(role.compute(kind, placed))
-                found[name] = np.empty_like(values)
-                found[name][:, order] = values
+                found[name] = in_order(placed, role.compute(kind, placed))
             return found
 
         return score

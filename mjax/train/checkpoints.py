@@ -26,6 +26,7 @@ from mjax.checkpoint.base.hub import model_folder, pinned
 from mjax.checkpoint.base.source import Source, arrays
 from mjax.checkpoint.local.folder import claim, local_folder
 from mjax.checkpoint.local.node_store import NodeStore
+from mjax.checkpoint.orbax_handlers import CRITIC
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
@@ -55,6 +56,7 @@ class Checkpoints:
     source: the tier of the state that was restored last.
     base: the digest of the weights that adapters belong to.
     batches_at: returns what the checkpoint of a step records of a run's batches, as JSON.
+    critic: returns the state of a critic that a step holds, too, as its own trainer stores it.
     """
 
     cfg: Config
@@ -62,6 +64,7 @@ class Checkpoints:
     source: Store | NodeStore | None = None
     base: str = ""
     batches_at: Callable[[int], dict] | None = None
+    critic: Callable[[], State] | None = None
 
     @cached_property
     def store(self) -> Store:
@@ -97,9 +100,14 @@ class Checkpoints:
         Raises `NonFiniteLoss`, in all processes, if a parameter holds a number that is not finite,
         and `SaveFailed` if the files cannot be written or those of the save before could not.
         """
+        saved = self.stored(step, state)
+        critic = None if self.critic is None else self.critic()
+        self.store.save(step, saved, held_out_loss, self._further_records(step), critic)
+
+    def stored(self, step: int, state: State) -> State:
+        """A state as checkpoints hold it, for any mesh. Raises `NonFiniteLoss` as `save` does."""
         self._require_finite(step, state)
-        saved = canonical(self.layout.storage, self._saved(state))
-        self.store.save(step, saved, held_out_loss, self._further_records(step))
+        return canonical(self.layout.storage, self._saved(state))
 
     def save_local(self, step: int, state: State) -> None:
         """Start to save a step in the local tier. Raises `NonFiniteLoss` as `save` does."""
@@ -142,6 +150,17 @@ class Checkpoints:
         self.clear_local()  # its steps are not this run's any more
         saved = self._with_own_loss_scale(saved)
         return self._with_base(from_canonical(self.layout.storage, saved, abstract))
+
+    def restore_critic(self, store: Store, step: int) -> State:
+        """The state of the critic that `step` in a policy's `store` holds, as far as `stored`."""
+        if not (where := store.directory / str(step) / CRITIC).is_dir():
+            raise UserError(
+                f"checkpoint {where.parent} holds no critic, so reinforce.loss_type=ppo cannot go "
+                "on from it; set loss_type back, or choose another run.dir"
+            )
+        abstract = self._saved(self.layout.abstract())
+        saved = store.read_critic(step, canonical_abstract(self.layout.storage, abstract))
+        return from_canonical(self.layout.storage, saved, abstract)
 
     def _with_base(self, state: State) -> State:
         """A restored state with the weights that its adapters belong to."""

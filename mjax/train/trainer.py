@@ -25,7 +25,7 @@ from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
-from mjax.objectives.objective import OwnAxes, objective_of, own_specs
+from mjax.objectives.objective import Objective, OwnAxes, objective_of, own_specs
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -53,14 +53,19 @@ def no_fields(placed: Batch) -> Batch:
 class Trainer:
     """Trains the model of `cfg` on `mesh`.
 
-    The default mesh has the sizes in cfg.mesh over `devices`, which are all unless given.
+    The default mesh has the sizes in cfg.mesh over `devices`, which are all unless given. The
+    default objective is the one that cfg.train.objective names.
     A batch is a dict of numpy arrays: the fields of the objective, and segment_ids and positions
-    [B, S]. The default objective has the fields tokens, labels and loss_mask [B, S].
+    [B, S]. Next-token prediction has the fields tokens, labels and loss_mask [B, S].
     Each of several processes passes its `local_rows` of the global batch.
     """
 
     def __init__(
-        self, cfg: Config, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
+        self,
+        cfg: Config,
+        mesh: Mesh | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        objective: Objective | None = None,
     ):
         validate(cfg)
         self.definition = definition_of(cfg.model)
@@ -69,7 +74,7 @@ class Trainer:
             self.definition = with_specs(self.definition, adapted)
         specs = rounded_specs(self.definition.specs, cfg.precision)
         specs = with_whole_towers(specs, cfg)
-        self.objective = objective_of(cfg)
+        self.objective = objective_of(cfg) if objective is None else objective
         self.specs = freeze(specs, cfg.train.freeze) | own_specs(self.objective)
         multiplied = patterns_of(cfg.optimizer.lr_multipliers)
         require_named("optimizer.lr_multipliers", multiplied, specs)
@@ -127,9 +132,9 @@ class Trainer:
 
     def start(self, params: dict) -> None:
         """Start at step 0 from parameters as stored (`state_layout`)."""
-        self._continue(self.state_layout.start(params), 0)
+        self.go_on_from(self.state_layout.start(params), 0)
 
-    def _continue(self, state: steps.State, step: int) -> None:
+    def go_on_from(self, state: steps.State, step: int) -> None:
         """Go on from a state, behind `step`."""
         self.state, self.step_number = state, step
         self.rates = StepRates(self.cfg, skipped_samples(state))
@@ -158,6 +163,11 @@ class Trainer:
         self._count_rejected()
         self.checkpoints.save_local(self.step_number, self._live())
 
+    def stored_state(self) -> steps.State:
+        """The state as checkpoints hold it; raises `NonFiniteLoss` as `save` does."""
+        self._count_rejected()
+        return self.checkpoints.stored(self.step_number, self._live())
+
     def _count_rejected(self) -> None:
         """Number the state by `step_number`, which counts steps that were not accepted, too."""
         if int(self._live()["step"]) != self.step_number:
@@ -166,7 +176,7 @@ class Trainer:
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
         state = self.checkpoints.restore(step)
-        self._continue(state, int(state["step"]))
+        self.go_on_from(state, int(state["step"]))
         return self.step_number
 
     @property
@@ -223,7 +233,7 @@ class Trainer:
     def set_step(self, number: int) -> None:
         """Count `number` steps from here on, with the weights as they are."""
         state = {**self._live(), "step": replicated(self.mesh, np.int32(number))}
-        self._continue(state, number)
+        self.go_on_from(state, number)
 
     def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
         """(loss, gradient norm, gradients of the trained parameters) of a global batch.

@@ -274,11 +274,12 @@ NEEDS = (
         "prompts_per_step group_size max_new_tokens sampling engine max_staleness "
         "updates_per_rollout drops_equal_groups loss_type advantage_scale clip_low clip_high "
         "loss_divisor kl_coef kl_estimator kl_in_reward reference entropy_coef correction "
-        "correction_low correction_high overlong_tokens gamma gae_lambda critic_lr value_clip",
+        "correction_low correction_high overlong_tokens critic gamma gae_lambda critic_lr "
+        "value_clip",
         *("policy", "value"),
     ),
     _objective("data.shared_prefixes", "preference", "reward"),
-    _value("reinforce: gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
+    _value("reinforce: critic gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
     _value("reinforce: kl_estimator kl_in_reward reference", "reinforce.kl_coef"),
     _value("reinforce.correction_low", "reinforce.correction", "mask", "sequence_mask"),
     Need("reinforce.correction_high", "reinforce.correction", "a correction", _corrects),

@@ -84,6 +84,10 @@ class ReinforceConfig(Group):
     """Rewards fall by up to 1 over so many last tokens before max_new_tokens (DAPO)."""
 
     # ---- critic of ppo ----
+    critic: PathText | None = None
+    """A folder of weights that the critic starts from, as mjax reward leaves them; None: those that
+    the policy starts from, with a head of zeros.
+    """
     gamma: float = Field(1.0, ge=0, le=1)
     gae_lambda: float = Field(1.0, ge=0, le=1)
     critic_lr: float = Field(1e-5, gt=0)

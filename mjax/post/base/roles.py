@@ -9,9 +9,10 @@ calls for each batch), or from files (`post/base/stored_scores.py`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
@@ -108,6 +109,14 @@ def in_compute_dtype(trainer: Trainer, params: dict) -> dict:
             dtype = specs[path].dtype(precision.compute)
         copies[path] = jnp.array(array, dtype, copy=True)
     return unflatten_dict(copies)
+
+
+def in_order(placed: Batch, values: Any) -> np.ndarray:
+    """Values of the places of a placed batch, [B, S], on the host in the order of its columns."""
+    values = np.asarray(values)
+    found = np.empty_like(values)
+    found[:, np.asarray(placed["columns"])] = values
+    return found
 
 
 def require_no_pipeline(trainer: Trainer, what: str) -> None:

@@ -30,7 +30,7 @@ class ValueObjective:
     """PPO's clipped loss of values, a mean over sampled tokens (arXiv 1707.06347, its code's form).
 
     clip: how far a value moves from the one of the rollout before the loss ends its gradient.
-    The explained variance is 1 - error / (squared return - return^2) of the figures.
+    The share of the variance of returns that values explain follows from the figures (`critic.py`).
     """
 
     clip: float

@@ -21,15 +21,17 @@ from mjax.post.policy.advantages import (
     is_informative,
     shaped_rewards,
 )
+from mjax.post.policy.critic import Critic
 from mjax.post.rollouts.bank import Bank, batch_record, recorded_batch
 from mjax.post.rollouts.collector import Collector
 from mjax.post.rollouts.figures import PhaseFigures, reward_figures, time_figures, transcript_line
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import Transcript
+from mjax.post.rollouts.valued import valued_batches
 from mjax.run.batches import RowsOf
 from mjax.train.trainer import Trainer
 
-# Returns log-probabilities of the labels of a batch, [B, S] each, by the name of their field.
+# Returns figures of the labels of a batch, [B, S] each, by the name of their field.
 Scorer = Callable[[HostBatch], dict[str, np.ndarray]]
 
 
@@ -44,6 +46,7 @@ class RolloutStream:
     collector: Collector
     tokenizer: Tokenizer
     score: Scorer
+    critic: Critic | None = None
     phase: int = 0
     waiting: list[HostBatch] = field(default_factory=list)
     padded: bool = False
@@ -70,8 +73,17 @@ class RolloutStream:
                 self._seconds = {}
                 if not self.waiting:
                     self._draw(step)
+                batch = self.waiting.pop(0)
+                self._update_critic(batch)
                 self._given = time.perf_counter()
-                yield self.waiting.pop(0)
+                yield batch
+
+    def _update_critic(self, batch: HostBatch) -> None:
+        """The step of the critic that goes before one of the policy."""
+        if self.critic is not None:
+            began = time.perf_counter()
+            self._figures = self._figures | self.critic.update(batch)
+            self._seconds["critic"] = time.perf_counter() - began
 
     def describe(self, start: int, count: int, most: int) -> str:
         return f"rollouts of phase {self.phase - 1}"
@@ -81,7 +93,9 @@ class RolloutStream:
     def record_at(self, step: int) -> dict:
         record = {"bank": self._record, "phase": self.phase}
         record["waiting"] = list(map(batch_record, self.waiting))
-        return {"rollouts": record | {"figures": self._figures, "shown": self._shown}}
+        record |= {"figures": self._figures, "shown": self._shown}
+        critic = {} if self.critic is None else {"critic": self.critic.record()}
+        return {"rollouts": record, **critic}
 
     def go_on(self, record: dict) -> None:
         """Go on from the record of a checkpoint."""
@@ -132,6 +146,8 @@ class RolloutStream:
             pack = packed_transcripts(transcripts, *sizes)
             packs.append(pack)
             fields.append(self.score(pack.batch(advantages=[t.log_probs for t in transcripts])))
+        if self.critic is not None:
+            return valued_batches(settings, packs, fields)
         rewards = self._rewards(packs, fields)
         transcripts = [t for pack in packs for t in pack.transcripts]
         numbers = np.array([t.group for t in transcripts])

@@ -225,14 +225,14 @@ def test_adapters_alone_are_handed_over_and_what_happens_is_seen(tmp_path):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("reinforce.loss_type=ppo", "critic's training is not built"),
+        ("checkpoint.local_dir=/tmp/tier", "no critic, which reinforce.loss_type=ppo needs"),
         ("reinforce.updates_per_rollout=3", "does not divide"),
         ("data.tokenizer=null", "prompts and answers need one"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, key, message):
     with pytest.raises(UserError, match=message):
-        require_policy(config(tmp_path, key))
+        require_policy(config(tmp_path, key, "reinforce.loss_type=ppo"))
     with pytest.raises(UserError, match="has no rollouts"):
         require_policy(load(None, TINY))
 
