@@ -1,7 +1,7 @@
 """`ProgramKind`: what a trainer can compile and run, as one value.
 
 A kind is a function of local shards with the partitions of what it takes and returns. A trainer's
-own are TRAIN, GRADIENTS and LOSSES (`step.py`), NORMS (`norms.py`), LAYER_STATISTICS
+own are TRAIN, APPLY, GRADIENTS and LOSSES (`step.py`), NORMS (`norms.py`), LAYER_STATISTICS
 (`layer_statistics.py`) and SCORES (`token_scores.py`). A room above adds one by making a value.
 `Trainer.run_program` runs it; nothing is registered.
 """
@@ -35,7 +35,7 @@ class ProgramKind:
     """A program that a trainer compiles once for each shape of a batch.
 
     function: computes outputs from (`step.Program`, *inputs), all local shards.
-    inputs: returns the partition of each input. A batch is among the inputs.
+    inputs: returns the partition of each input.
     outputs: returns the partitions of the outputs, a tree or the prefix of one.
     donated: positions of inputs whose memory the program takes over.
 

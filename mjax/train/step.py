@@ -191,6 +191,52 @@ def _with_next_scale(
     return {"loss_scale": new, "step": step + is_counted}, figures
 
 
+class MeanGradient(NamedTuple):
+    """The gradient of a loss: a mean over `count`, of tokens say. gradients: as of `Gradients`."""
+
+    gradients: dict
+    count: jax.Array
+
+
+@jax.jit
+def joint_mean(a: MeanGradient, b: MeanGradient) -> MeanGradient:
+    """The mean over both counts."""
+    count = a.count + b.count
+    share = b.count / divisor(count)
+
+    def mean(x: jax.Array, y: jax.Array) -> jax.Array:
+        step = share * (y.astype(jnp.float32) - x)
+        return (x + step).astype(x.dtype)
+
+    gradients = jax.tree.map(mean, a.gradients, b.gradients)
+    return MeanGradient(gradients, count)
+
+
+def apply_gradients(
+    program: Program,
+    state: State,
+    gradients: dict,
+    lr: jax.Array,
+    weight_decay: jax.Array,
+) -> tuple[State, jax.Array]:
+    """(new state, gradient norm) of local shards: the last part of a step, for gradients by hand.
+
+    The state has no buffers and no loss scale. It stays if the norm is not finite.
+    """
+    norm = global_norm(gradients, program.placement.of_gradients, program.parallel)
+    accepted = are_finite(norm)
+    params, moments = program.optimizer.update(
+        gradients,
+        state["opt"],
+        state["params"],
+        lr=lr,
+        weight_decay=weight_decay,
+        scale=clip_factor(program, norm),
+        keep=accepted,
+    )
+    return {"params": params, "opt": moments, "step": state["step"] + accepted}, norm
+
+
 def clip_factor(program: Program, norm: jax.Array) -> jax.Array | float:
     """The factor on gradients of this norm that clips them."""
     clip = program.clip_grad_norm
@@ -354,6 +400,12 @@ def split_batch(batch: Batch, micro_batches: int, whole: Collection[str] = ()) -
 TRAIN = ProgramKind(
     train_step,
     inputs=lambda on: (on.state, on.batch, P(), P(), P()),
+    outputs=lambda on: (on.state, P()),
+    donated=(0,),
+)
+APPLY = ProgramKind(
+    apply_gradients,
+    inputs=lambda on: (on.state, on.gradients, P(), P()),
     outputs=lambda on: (on.state, P()),
     donated=(0,),
 )

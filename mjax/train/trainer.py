@@ -15,7 +15,7 @@ from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, UserError
 from mjax.kernels.fp8.block_parameters import require_blocks_of_recipes
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
@@ -223,6 +223,41 @@ class Trainer:
         self.rates.dispatched(metrics, placed["rows"].shape[0])
         self.step_number += 1
         return metrics
+
+    def apply_gradients(
+        self, gradients: dict, lr: float | None = None, weight_decay: float | None = None
+    ) -> dict[str, float]:
+        """The update of `step` alone, by gradients as the program GRADIENTS gives them.
+
+        The default rates are those of the schedule. Raises `NonFiniteLoss` for gradients that are
+        no numbers, and the weights stay.
+        """
+        due = self.rates.of_step(self.step_number)
+        rate = due[0] if lr is None else np.float32(lr)
+        decay = due[1] if weight_decay is None else np.float32(weight_decay)
+        update = self.programs.jitted(steps.APPLY, self.cfg.train.global_batch_size)
+        self.state, norm = update(self._live(), gradients, rate, decay)
+        if not np.isfinite(norm):
+            raise NonFiniteLoss(
+                f"step {self.step_number + 1}: the gradient norm is {norm}, so the weights stay as "
+                "they are; look at the data that the gradient is of, or lower the rate"
+            )
+        self.step_number += 1
+        return {"grad_norm": float(norm), "lr": float(rate)}
+
+    def require_plain_update(self, name: str) -> None:
+        """Raise `UserError` for what `step` updates beside parameters, which `name` does not."""
+        layout, moe = self.state_layout, self.cfg.model.moe
+        kept = {
+            "precision.compute=float16": layout.scaler is not None,
+            "precision.fp8 with scales of past steps": bool(layout.buffers),
+            "model.moe.expert_bias with an update rate": (
+                moe.expert_bias and moe.expert_bias_update_rate > 0
+            ),
+        }
+        for what, is_there in kept.items():
+            if is_there:
+                raise UserError(f"{name}: {what} is not built; leave it out, or run mjax train")
 
     def norms(self, batch: HostBatch) -> Norms:
         """The norms of the step that `step` would do on this batch; the state stays."""

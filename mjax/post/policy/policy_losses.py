@@ -131,6 +131,14 @@ class PolicyFunction:
         return loss, figures
 
 
+def importance_sampling(
+    scores: TokenScores, fields: Fields
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """-A p / p_sampler, the policy gradient of tokens that another policy drew."""
+    ratio = bounded_exp(scores.log_p - fields[SAMPLER])
+    return -ratio * fields[ADVANTAGES], {"ratio": ratio}
+
+
 def correction_weights(settings: ReinforceConfig, log_ratio: jax.Array) -> jax.Array:
     """The weights of `reinforce.correction` from log(p_old / p_sampler) of tokens or answers."""
     weights = bounded_exp(log_ratio)

@@ -95,6 +95,10 @@ class PolicyEngine:
         self._of_step = self._steps[engine.version] = trainer.step_number
         return engine
 
+    def expire(self) -> None:
+        """Take the weights anew when next asked, though the trainer's step may be the same."""
+        self._of_step = -1
+
     def rest(self) -> None:
         """Free the caches, and the weights if all of them change; not while requests run."""
         if self.engine is not None and not self.engine.requests:

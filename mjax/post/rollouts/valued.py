@@ -31,14 +31,9 @@ def valued_batches(
         if settings.kl_coef > 0 and settings.kl_in_reward:
             own = divergence_costs(settings, batch["old_log_probs"], batch["ref_log_probs"])
             rewards = rewards - np.where(is_sampled, own, 0)
-        batch["advantages"], batch["returns"] = generalized_advantages(
-            rewards,
-            batch["values"],
-            is_sampled,
-            settings.gamma,
-            settings.gae_lambda,
-            batch["segment_ids"],
-        )
+        given = rewards, batch["values"], is_sampled, settings.gamma, settings.gae_lambda
+        found = generalized_advantages(*given, batch["segment_ids"])
+        batch["advantages"], batch["returns"] = found
         batches.append(batch)
     names = "advantages", "loss_mask"
     advantages, mask = (np.concatenate([batch[name] for batch in batches]) for name in names)
@@ -49,13 +44,10 @@ def valued_batches(
 
 def _rewards_of_tokens(settings: ReinforceConfig, pack: PackedTranscripts) -> list[np.ndarray]:
     """The reward of each transcript at its last sampled token, 0 at others, [n] each."""
-    rewards = np.array([t.reward for t in pack.transcripts], np.float64)
-    lengths = np.array([t.length for t in pack.transcripts])
-    found = []
-    for transcript, reward in zip(
-        pack.transcripts, shaped_rewards(settings, rewards, lengths), strict=True
-    ):
-        of_tokens = np.zeros(len(transcript.ids))
+    transcripts = pack.transcripts
+    lengths = np.array([t.length for t in transcripts])
+    rewards = shaped_rewards(settings, np.array([t.reward for t in transcripts]), lengths)
+    found = [np.zeros(len(t.ids)) for t in transcripts]
+    for of_tokens, reward, transcript in zip(found, rewards, transcripts, strict=True):
         of_tokens[np.flatnonzero(transcript.is_sampled)[-1:]] = reward
-        found.append(of_tokens)
     return found
