@@ -25,7 +25,7 @@ from mjax.objectives.objective import NEXT_TOKEN, objective_of
 from mjax.objectives.token_loss import TokenLoss
 from mjax.post.base.role_programs import log_probs_kind
 from mjax.post.base.roles import in_order, require_no_pipeline
-from mjax.post.policy.policy_losses import ADVANTAGES, SAMPLER, importance_sampling
+from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.post.reinforce_batches import World
 from mjax.post.rollouts.collector import seed_of
@@ -83,6 +83,11 @@ class TrainingClient:
             pack = self._packed(data)
             batch = pack.batch(**{n: _of_tokens(n, given, data) for n, given in values.items()})
         key, learner = self._learner(loss, batch)
+        for name in learner.objective.fields.keys() - batch.keys():
+            raise UserError(
+                f"loss={loss!r} reads {name}; give it, such as {OLD}=client.log_probs(transcripts) "
+                "from before the first update on them"
+            )
         found: Any = learner.run_placed(GRADIENTS, learner.place(batch), self.trainer.weights())
         own = MeanGradient(found.gradients, found.tokens)
         before = self._means.get(key)
@@ -218,15 +223,11 @@ class TrainingClient:
 
 def _of_tokens(name: str, values: Sequence, transcripts: Sequence[Transcript]) -> list[np.ndarray]:
     """Values of each token from those of transcripts, 0 where a token is not trained."""
-    if len(values) != len(transcripts):
-        raise UserError(f"{name}: {len(values)} values for {len(transcripts)} transcripts")
-    found = []
-    for value, transcript in zip(values, transcripts, strict=True):
-        given = np.asarray(value, np.float32)
-        if given.shape not in ((), transcript.ids.shape):
-            raise UserError(
-                f"{name}: a transcript of {len(transcript.ids)} tokens has values of the shape "
-                f"{given.shape}; give a number, or one for each token"
-            )
-        found.append(np.where(transcript.is_sampled, given, 0))
-    return found
+    arrays = [np.asarray(value, np.float32) for value in values]
+    pairs = list(zip(arrays, transcripts, strict=False))
+    if len(arrays) != len(transcripts) or any(a.shape not in ((), t.ids.shape) for a, t in pairs):
+        raise UserError(
+            f"{name}: {len(arrays)} values for {len(transcripts)} transcripts; give each a number, "
+            "or an array with one for each of its tokens"
+        )
+    return [np.where(transcript.is_sampled, array, 0) for array, transcript in pairs]

@@ -48,9 +48,9 @@ class Critic:
                 f"gradient norm {found['grad_norm']}; start again to resume from the last "
                 "checkpoint, with a lower reinforce.critic_lr if it recurs"
             )
-        names = [name for name in found if "/" in name]
-        figures = {name: float(found[name]) for name in names}
-        figures |= {f"value/{name}": float(found[name]) for name in ("loss", "grad_norm")}
+        names = {name: name for name in found if "/" in name}
+        names |= {"value/loss": "loss", "value/grad_norm": "grad_norm"}
+        figures = {name: float(found[given]) for name, given in names.items()}
         variance = figures["return/squared"] - figures["return/mean"] ** 2
         bias = figures["return/mean"] - figures["value/mean"]
         if variance > 0:

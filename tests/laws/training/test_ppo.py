@@ -9,6 +9,8 @@ import pytest
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
+from mjax.models import definition_of
+from mjax.plan.memory import bytes_per_device
 from mjax.post.environments.environment import Turn
 from mjax.post.policy.advantages import advantages_of
 from mjax.post.policy.critic import critic_of, critic_run
@@ -116,16 +118,20 @@ def test_policy_and_critic_of_a_killed_run_have_the_bits_of_another(tmp_path, mo
     assert 0 < len(figures(tmp_path / "parts")) < 4
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, states(parts), states(whole))
+    for file in (tmp_path / "whole/checkpoints/4/critic").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert states(whole)[1]["step"] == 3  # both are of the newest step that is intact
     names = "value/loss", "value/explained_variance", "reward"
     pairs = list(zip(figures(tmp_path / "parts"), figures(tmp_path / "whole"), strict=True))
     assert len(pairs) == 4 and all(a[name] == b[name] for a, b in pairs for name in names)
 
 
 @slow
-def test_a_critic_on_a_mesh_is_that_of_one_device(tmp_path):
+@pytest.mark.parametrize("axis", ["dp", pytest.param("cp", marks=exhaustive)])
+def test_a_critic_on_a_mesh_is_that_of_one_device(tmp_path, axis):
     keys = *PPO, LONG, "train.micro_batch_size=2"
     run(config(tmp_path / "one", *keys, steps=2))
-    run(config(tmp_path / "four", *keys, "mesh.dp=2", "mesh.tp=2", steps=2), devices=4)
+    run(config(tmp_path / "four", *keys, f"mesh.{axis}=2", "mesh.tp=2", steps=2), devices=4)
     names = "loss", "grad_norm", "reward", "value/loss", "value/grad_norm", "value/mean"
     for ours, theirs in zip(figures(tmp_path / "four"), figures(tmp_path / "one"), strict=True):
         for name in (*names, "value/explained_variance"):
@@ -163,6 +169,16 @@ def test_where_a_critic_starts(tmp_path):
     policy.init()
     critic = critic_of(policy, {}).trainer
     jax.tree.map(np.testing.assert_array_equal, critic.params(), scorer.params())
+
+
+def test_the_estimate_of_memory_counts_the_critic(tmp_path):
+    sizes = []
+    for keys in (PPO, ["reinforce.loss_type=reinforce_pp"]):
+        cfg = config(tmp_path, *keys)
+        specs = definition_of(cfg.model).specs
+        sizes.append(bytes_per_device(cfg, cfg.mesh.model_copy(update={"dp": 1}), 1, specs))
+    ppo, plain = sizes
+    assert ppo.pop("critic") == plain["masters"] + plain["moments"] and ppo == plain
 
 
 @slow

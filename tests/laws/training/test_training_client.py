@@ -123,10 +123,10 @@ def test_what_a_client_samples_rates_and_refuses(tmp_path):
         "1 values for 2 transcripts": lambda: client.forward_backward(
             first, "policy", advantages=[1.0]
         ),
-        "a number, or one for each": lambda: client.forward_backward(
+        "or an array with one for each": lambda: client.forward_backward(
             first[:1], "policy", advantages=[[1.0, 2.0]]
         ),
-        "field 'advantages' is missing": lambda: client.forward_backward(first, "policy"),
+        "loss='policy' reads advantages; give it": lambda: client.forward_backward(first, "policy"),
         "outside model.vocab_size": lambda: client.forward_backward([bad]),
         "the longest of 0 transcripts": lambda: client.forward_backward([]),
         "gradients that no optim_step": client.save,
