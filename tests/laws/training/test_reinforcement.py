@@ -225,7 +225,10 @@ def test_adapters_alone_are_handed_over_and_what_happens_is_seen(tmp_path):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("checkpoint.local_dir=/tmp/tier", "no critic, which reinforce.loss_type=ppo needs"),
+        (
+            "checkpoint={interval: 4, local_dir: tier, local_interval: 2}",
+            "no critic, which reinforce.loss_type=ppo needs",
+        ),
         ("reinforce.updates_per_rollout=3", "does not divide"),
         ("data.tokenizer=null", "prompts and answers need one"),
     ],
