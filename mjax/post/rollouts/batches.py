@@ -67,11 +67,15 @@ class RolloutStream:
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         with self.collector:
             for step in range(start, start + count):
-                self._seconds = {}
-                if not self.waiting:
-                    self._draw(step)
-                self._given = time.perf_counter()
-                yield self.waiting.pop(0)
+                yield self.next_batch(step)
+
+    def next_batch(self, step: int) -> HostBatch:
+        """The next batch of rollouts, for the weights after so many steps."""
+        self._seconds = {}
+        if not self.waiting:
+            self._draw(step)
+        self._given = time.perf_counter()
+        return self.waiting.pop(0)
 
     def describe(self, start: int, count: int, most: int) -> str:
         return f"rollouts of phase {self.phase - 1}"

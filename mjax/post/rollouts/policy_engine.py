@@ -46,7 +46,7 @@ class PolicyEngine:
         length: int,
         most_rows: int,
     ):
-        require_no_pipeline(trainer, "mjax reinforce")
+        require_no_pipeline(trainer, "the engine of rollouts")
         options = dict(trainer.cfg.reinforce.engine)
         if unknown := sorted(options.keys() - set(OPTIONS)):
             raise UserError(
