@@ -23,6 +23,7 @@ from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
+from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.post.base.roles import require_no_pipeline
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.spec import trained_only
@@ -108,6 +109,7 @@ class PolicyEngine:
 
     def _handed_over(self, params: dict) -> dict:
         """Parameters in the form of the engine, by a program for all of them or for some."""
+        params = {name: tree for name, tree in params.items() if name != OWN_WEIGHTS}
         flat = flatten_dict(params)
         program = self._programs.get(len(flat))
         if program is None:

@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_in_its_answers_ends_with_the_bits_of_another(
 ):
     """A phase has the answers of two steps, between which some are on data."""
     keys = "checkpoint.interval=1", "distill.student_share=0.6", "reinforce.updates_per_rollout=2"
-    keys += ("run.seed=5",)
+    keys += "run.seed=5", "distill.hidden_layers={0: 0}"  # with a matrix between both widths
     whole = config(files, tmp_path / "whole", *keys, steps=6)
     parts = config(files, tmp_path / "parts", *keys, steps=6)
     run(whole)
@@ -116,9 +116,10 @@ def test_a_mesh_learns_what_one_device_does(files, tmp_path):
 
 @slow
 def test_a_student_that_equals_its_teacher_learns_nothing(files, tmp_path):
-    """From an environment, whose rewards are logged and move nothing."""
+    """From an environment, whose rewards are logged; with losses of layers."""
     start = f"checkpoint.init_from={files}/teacher"
-    run(config(files, tmp_path, *WIDER, start, ENVIRONMENT, steps=1))
+    keys = *WIDER, start, ENVIRONMENT, "distill.hidden_layers={0: 0}"
+    run(config(files, tmp_path, *keys, steps=1))
     (found,) = figures(tmp_path)
     assert abs(found["loss"]) < 1e-6 and found["grad_norm"] < 1e-4 and found["reward"] > 0
 
