@@ -112,6 +112,7 @@ class StepRunner:
         drafts: int,
         depths: int,
         snapshots: int,
+        keeps_experts: bool,
     ):
         self.definition, self._cfg, self._limits = definition, cfg, limits
         self.dtype, self._drafts = jnp.dtype(dtype), drafts
@@ -132,7 +133,7 @@ class StepRunner:
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
-        more = cache_dtype == "fp8", drafts, snapshots, depths
+        more = cache_dtype == "fp8", drafts, snapshots, depths, keeps_experts
         sizes = PoolSizes(first, limits.rows, width, *more)
         of_model = definition, cfg, mesh, self.dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form, self._layout)
@@ -349,6 +350,21 @@ class StepRunner:
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
+
+    def experts_of(self, sample: RequestSample) -> jax.Array | None:
+        """The experts that the tokens of a sample went to, int32 [tokens or more, L, k].
+
+        None where the engine does not keep them, or has not computed the sample.
+        """
+        sizes, own = self.programs.sizes, sample.tokens.pages
+        if not sizes.keeps_experts or not own:
+            return None
+        pages = np.zeros(sizes.width, np.int32)
+        pages[: len(own)] = own
+        pages += sample.lane * sizes.pages
+        found = self.programs.read_experts(self._state.caches, pages)
+        found.copy_to_host_async()
+        return found
 
     # ---- programs --------------------------------------------------------------------------------
 

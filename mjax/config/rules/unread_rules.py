@@ -288,10 +288,12 @@ NEEDS = (
     _objective(
         "reinforce: drops_equal_groups loss_type advantage_scale clip_low clip_high loss_divisor "
         "kl_coef kl_estimator kl_in_reward reference entropy_coef correction "
-        "correction_low correction_high overlong_tokens gamma gae_lambda critic_lr value_clip",
+        "correction_low correction_high router_replay overlong_tokens gamma gae_lambda critic_lr "
+        "value_clip",
         *("policy", "value"),
     ),
     _objective("data.shared_prefixes", "preference", "reward"),
+    _branches("reinforce.router_replay", "experts"),
     _value("reinforce: gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
     _value("reinforce: kl_estimator kl_in_reward reference", "reinforce.kl_coef"),
     _value("reinforce.correction_low", "reinforce.correction", "mask", "sequence_mask"),

@@ -110,6 +110,23 @@ class PagedLatents(NamedTuple):
         return out.reshape(*q.shape[:-1], rank)
 
 
+class PagedExperts(NamedTuple):
+    """The experts that each token went to in a layer, int16 [pages, PAGE, k]."""
+
+    experts: jax.Array
+
+    @staticmethod
+    def spec(pages: int, page: int, count: int) -> "PagedExperts":
+        """The array for `count` experts of a token; every tp device holds it whole."""
+        axes = "batch", None, None
+        return PagedExperts(CacheSpec((pages, page, count), axes, "int16"))
+
+    def write(self, experts: jax.Array, new: PagedTokens) -> "PagedExperts":
+        """The cache with the experts [B, S, k] of new tokens."""
+        flat = _flat_tokens(experts).astype(self.experts.dtype)
+        return PagedExperts(self.experts.at[new.pages, new.places].set(flat))
+
+
 def _flat_tokens(x: jax.Array) -> jax.Array:
     """[B, S, ..] -> [B * S, ..]."""
     return x.reshape(-1, *x.shape[2:])

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
+from mjax.infer.checks import longest_window
 from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
@@ -64,6 +65,13 @@ class PolicyEngine:
         options.setdefault("pages", 1 + rows * -(-length // PAGE))
         limits = Limits(rows, rows + chunk, chunk, length)
         self._options = options | {"limits": limits, "fixed_rows": True}
+        if trainer.cfg.reinforce.router_replay:
+            self._options["keeps_experts"] = True
+            if longest_window(trainer.cfg.model) is not None:
+                raise UserError(
+                    "reinforce.router_replay: the engine forgets tokens that have left the windows "
+                    "of all layers; set it to false"
+                )
         self._steps: dict[int, int] = {}  # of the trainer, by the engine's version of weights
         self._programs: dict[int, jax.stages.Wrapped] = {}  # by the number of parameters
         self._of_step = -1  # the step whose weights the engine has
