@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema.model import ModelConfig
-from mjax.infer.caches.paged import PAGE, PagedExperts
+from mjax.infer.caches.paged import PAGE
 from mjax.infer.caches.rows import decoded_tokens, last_places, prefilled_tokens
 from mjax.infer.caches.slots import with_states_copied
 from mjax.infer.caches.specs import PoolSizes, paged_specs
@@ -266,25 +266,6 @@ class EnginePrograms:
 
         states, one = self._states(False).caches, PartitionSpec()
         return jax.jit(self._on_lanes(copied, (states, one, one), states), donate_argnums=0)
-
-    @functools.cached_property
-    def read_experts(self) -> Callable[[Caches, np.ndarray], jax.Array]:
-        """f(caches, pages): the experts of the tokens in pages, int32 [W * PAGE, L, k].
-
-        pages: int32 [W], numbered over all lanes.
-        """
-
-        def read(caches: Caches, pages: jax.Array) -> jax.Array:
-            held = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, PagedExperts))
-            of_layers = [cache for cache in held if isinstance(cache, PagedExperts)]
-            own = pages - self.parallel.index(DATA_AXES) * self.sizes.pages
-            is_own = ((own >= 0) & (own < self.sizes.pages))[:, None, None, None]
-            found = jnp.stack([x.experts[own] for x in of_layers], 2).astype(jnp.int32)
-            found = self.parallel.psum(jnp.where(is_own, found, 0), *DATA_AXES)
-            return found.reshape(-1, *found.shape[2:])
-
-        states, one = self._states(False).caches, PartitionSpec()
-        return jax.jit(self._on_lanes(read, (states, one), one))
 
     def _counted(
         self,

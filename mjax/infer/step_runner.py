@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.caches.paged import PAGE
+from mjax.infer.caches.paged import PAGE, experts_in_pages
 from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.checks import check_stages
 from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
@@ -352,19 +352,12 @@ class StepRunner:
         self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
 
     def experts_of(self, sample: RequestSample) -> jax.Array | None:
-        """The experts that the tokens of a sample went to, int32 [tokens or more, L, k].
-
-        None where the engine does not keep them, or has not computed the sample.
-        """
-        sizes, own = self.programs.sizes, sample.tokens.pages
-        if not sizes.keeps_experts or not own:
+        """The experts that a sample's tokens went to (`experts_in_pages`), if they are kept."""
+        sizes, pages = self.programs.sizes, sample.tokens.pages
+        if not sizes.keeps_experts or not pages:
             return None
-        pages = np.zeros(sizes.width, np.int32)
-        pages[: len(own)] = own
-        pages += sample.lane * sizes.pages
-        found = self.programs.read_experts(self._state.caches, pages)
-        found.copy_to_host_async()
-        return found
+        padded = pages + [0] * (sizes.width - len(pages))
+        return experts_in_pages(self._state.caches, padded, sample.lane * sizes.pages)
 
     # ---- programs --------------------------------------------------------------------------------
 

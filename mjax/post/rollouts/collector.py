@@ -231,7 +231,7 @@ class Collector:
         rollout.add_drawn(drawn.token_ids, drawn.processed_logprobs, versions)
         rollout.unjudged += len(drawn.token_ids)
         if drawn.experts is not None:
-            rollout.experts = np.asarray(drawn.experts, np.int16)[: len(rollout.ids) - 1]
+            rollout.experts = np.asarray(drawn.experts)[: len(rollout.ids) - 1]
 
     def _judge(self, rollout: OpenRollout) -> None:
         """Give the environment the tokens that it has not seen."""

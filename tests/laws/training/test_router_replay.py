@@ -1,29 +1,51 @@
 """Laws: a trainer sends tokens to the experts that the sampler chose, whatever its routers say."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mjax.errors import UserError
+from mjax.infer.engine import Engine
 from mjax.models.moe import layer as moe
 from mjax.models.moe.router import rerouted, route
 from mjax.post import reinforce_batches
+from mjax.post.environments.environment import Turn
 from mjax.post.rollouts.bank import Bank, PromptGroup
 from mjax.post.rollouts.packing import packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
 from mjax.train.step import GRADIENTS
-from tests.laws.training.test_reinforcement import LONG, config, figures, first_groups, run
+from tests.laws.training.test_reinforcement import config, figures, first_groups, run
 from tests.marks import slow
 
+
+@dataclass(frozen=True)
+class LongPrompts:
+    """Prompts of more than a page, which a group shares; a second turn follows each answer."""
+
+    chat: object
+
+    def reset(self, seed, index):
+        return Turn(tuple(np.arange(80) * (index + 1) % 257), 0)
+
+    def step(self, state, ids):
+        return Turn((70, 71), 1) if state == 0 else Turn((), None, float(len(ids) % 2))
+
+
+WIDTH = 112
 KEYS = (
+    f"reinforce.environment={__name__}:LongPrompts",
+    f"data.seq_length={WIDTH}",
     "model.num_hidden_layers=3",
     "model.layer_pattern='full+mlp, full+experts*2'",
     "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16}",
     "model.initializer_range=0.3",  # so that experts matter
     "reinforce.router_replay=true",
     "reinforce.correction=truncate",
-    LONG,
 )
 
 
@@ -42,11 +64,20 @@ def odd_route(x, router, cfg):
 
 def oddly_drawn(folder, monkeypatch, keys=(), devices=1):
     """(trainer, world, batch) of rollouts whose sampler routed by `odd_route`."""
+    add, requests = Engine.add, []
+
+    def noted(*given, **named):
+        requests.append(add(*given, **named))
+        return requests[-1]
+
     with monkeypatch.context() as patch:
         patch.setattr(moe, "route", odd_route)
+        patch.setattr(Engine, "add", noted)
         trainer, world, groups = first_groups(config(folder, *KEYS, *keys), devices)
+    cached = [request.output.num_cached_tokens for request in requests]
+    assert sum(count >= 64 for count in cached) >= 8  # a page of the prompt, or all turns
     transcripts = sum(groups, [])
-    pack = packed_transcripts(transcripts, 8, 24)
+    pack = packed_transcripts(transcripts, 8, WIDTH)
     return trainer, world, pack.batch(advantages=[1.0 * t.is_sampled for t in transcripts])
 
 
@@ -56,42 +87,31 @@ def error(found, batch):
     return np.abs(found - batch["sampler_log_probs"])[drawn].max()
 
 
-MESHES = [
-    pytest.param((), 1, id="one device"),
-    pytest.param(
-        ("mesh.ep=2", "mesh.cp=2", "mesh.tp=2", "train.micro_batch_size=2"),
-        8,
-        id="ep2 cp2 tp2",
-        marks=slow,
-    ),
-]
+MESHES = {
+    "ep2 cp2 tp2": (("mesh.ep=2", "mesh.cp=2", "mesh.tp=2", "train.micro_batch_size=2"), 8),
+    "one device": ((), 1),
+}
 
 
 @slow
-@pytest.mark.parametrize(("axes", "devices"), MESHES)
-def test_a_sampler_that_routes_otherwise_is_followed_to_the_letter(
-    tmp_path, monkeypatch, axes, devices
-):
+@pytest.mark.parametrize("name", MESHES)
+def test_a_sampler_that_routes_otherwise_is_followed_to_the_letter(tmp_path, monkeypatch, name):
     """Through prompts that a group shares, second turns, and layers without experts."""
+    axes, devices = MESHES[name]
     trainer, world, batch = oddly_drawn(tmp_path, monkeypatch, axes, devices)
-    assert batch["experts"].shape == (8, 24, 2, 2)
+    assert batch["experts"].shape == (8, WIDTH, 2, 2)
     assert ((batch["experts"] >= 0).all((2, 3)) == (batch["segment_ids"] > 0)).all()
-    found = world.scorer()(batch)["old_log_probs"]
-    assert error(found, batch) < 1e-4
     alone = batch | {"experts": np.full_like(batch["experts"], -1)}
+    rated = world.scorer()(batch)
+    assert error(rated["old_log_probs"], batch) < 1e-4
     assert error(world.scorer()(alone)["old_log_probs"], batch) > 0.1
-
-
-@slow
-def test_gradients_are_those_of_the_routing_that_is_replayed(tmp_path, monkeypatch):
-    trainer, world, batch = oddly_drawn(tmp_path, monkeypatch)
-    batch |= world.scorer()(batch)
-    found = jax.device_get(trainer.run_program(GRADIENTS, batch))
+    found = jax.device_get(trainer.run_program(GRADIENTS, batch | rated))
     with monkeypatch.context() as patch:
         patch.setattr(moe, "route", odd_route)
-        other, _, _ = first_groups(config(tmp_path, *KEYS))
-        alone = batch | {"experts": np.full_like(batch["experts"], -1)}
-        expected = jax.device_get(other.run_program(GRADIENTS, alone))
+        cfg = trainer.cfg
+        other = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:devices]))
+        other.init()
+        expected = jax.device_get(other.run_program(GRADIENTS, alone | rated))
     pairs = zip(jax.tree.leaves(found.gradients), jax.tree.leaves(expected.gradients), strict=True)
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(expected.norm))
@@ -101,7 +121,7 @@ def test_gradients_are_those_of_the_routing_that_is_replayed(tmp_path, monkeypat
 def test_a_run_replays_its_sampler(tmp_path):
     """With rollouts that go on over steps, and so through checkpoints."""
     keys = "reinforce.max_staleness=1", "reinforce.engine={rows: 4}", "schedule.lr=1e-4"
-    run(config(tmp_path, *KEYS, *keys))
+    run(config(tmp_path, *KEYS, *keys, steps=2))
     assert all(r["sampling/token_mult_prob_error"] < 1.01 for r in figures(tmp_path))
 
 
