@@ -58,8 +58,7 @@ def distill_defaults(tree: dict) -> dict:
     found = sft_defaults(tree)
     found["schedule"]["lr"] = DISTILL_RATE
     found["train"]["objective"] = "distill"
-    given: Any = tree.get("distill")
-    keys = given if isinstance(given, dict) else {}
+    keys = _keys_of(tree, "distill")
     if keys.get("student_share"):
         _require_prompts(tree)
         found["train"]["global_batch_size"] = answers_of_update(tree)
@@ -70,10 +69,16 @@ def distill_defaults(tree: dict) -> dict:
     return found
 
 
+def _keys_of(tree: dict, group: str) -> dict:
+    """The keys of a group that are set."""
+    found: Any = tree.get(group)
+    return found if isinstance(found, dict) else {}
+
+
 def _require_prompts(tree: dict) -> None:
     """Raise `UserError` for keys that name no prompts, for the default ones would be drawn."""
-    data, reinforce = (tree.get(group) or {} for group in ("data", "reinforce"))
-    if "environment" not in reinforce and not (data.get("conversations") or {}).get("path"):
+    conversations = _keys_of(_keys_of(tree, "data"), "conversations")
+    if "environment" not in _keys_of(tree, "reinforce") and not conversations.get("path"):
         raise UserError(
             "distill.student_share: the student needs prompts to answer; set "
             "data.conversations.path or reinforce.environment"
