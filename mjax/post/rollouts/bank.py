@@ -75,7 +75,7 @@ def _rollout_of(record: Mapping[str, Any]) -> OpenRollout:
     found.add_drawn(lists["ids"], lists["log_probs"], lists["versions"])
     for name in ("unjudged", "is_asking", "reward", "metrics", "reason"):
         setattr(found, name, record[name])
-    if record["experts"] is not None:
+    if record.get("experts") is not None:
         found.experts = array_of(record["experts"])
     return found
 

@@ -20,7 +20,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.step import GRADIENTS
 from tests.laws.training.test_reinforcement import config, figures, first_groups, run
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def test_a_sampler_that_routes_otherwise_is_followed_to_the_letter(tmp_path, mon
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * float(expected.norm))
 
 
-@slow
+@exhaustive
 def test_a_run_replays_its_sampler(tmp_path):
     """With rollouts that go on over steps, and so through checkpoints."""
     keys = "reinforce.max_staleness=1", "reinforce.engine={rows: 4}", "schedule.lr=1e-4"
