@@ -61,6 +61,7 @@ class Engine:
         between steps; it pays where few texts repeat themselves much.
     drafter: guesses tokens; "ngram": as texts repeat themselves, "mtp": the model's own layers.
     adapters: names of those that are in slots 1, 2 .. of `params` (interop/adapter_stack.py).
+    keeps_experts: whether outputs say which experts their tokens went to.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Engine:
         drafts: int = 0,
         drafter: Drafter | str = "ngram",
         adapters: Sequence[str] = (),
+        keeps_experts: bool = False,
     ):
         """`params`: nested dict of global arrays, on a mesh or on one device.
 
@@ -108,6 +110,7 @@ class Engine:
             drafts=drafts,
             depths=min(cfg.num_nextn_predict_layers, drafts) if drafter == "mtp" else 0,
             snapshots=snapshots_of(cfg, limits) if cache_prefixes else 0,
+            keeps_experts=keeps_experts,
         )
         self.programs = self.runner.programs
         self.lanes = self._empty_lanes(cache_prefixes)
@@ -368,6 +371,7 @@ class Engine:
         """Give back what a sample has, and end its request with its last one."""
         output = sample.request.output
         output.num_cached_tokens = sample.request.samples[0].tokens.hits
+        sample.answer.output.experts = self.runner.experts_of(sample)
         self.lanes[sample.lane].finish(sample.tokens)
         self._of_tokens.pop(sample.tokens, None)
         if all(other.has_ended for other in sample.request.samples):

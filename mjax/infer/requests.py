@@ -273,6 +273,8 @@ class CompletionOutput:
     finish_reason: None while it is made; 'stop', 'length', 'abort', or 'error' where structured
     output gave up.
     stop_reason: the stop string or the id of `stop_token_ids` that ended it, or the error.
+    experts: int16 [tokens or more, layers with experts, k], those that each token went to, the
+    prompt's first, once it has ended; the last token is not computed. None: they are not kept.
     """
 
     index: int = 0
@@ -284,6 +286,7 @@ class CompletionOutput:
     weight_versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    experts: Any = None
 
 
 @dataclass

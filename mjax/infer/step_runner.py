@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.caches.paged import PAGE
+from mjax.infer.caches.paged import PAGE, experts_in_pages
 from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.checks import check_stages
 from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
@@ -112,6 +112,7 @@ class StepRunner:
         drafts: int,
         depths: int,
         snapshots: int,
+        keeps_experts: bool,
     ):
         self.definition, self._cfg, self._limits = definition, cfg, limits
         self.dtype, self._drafts = jnp.dtype(dtype), drafts
@@ -132,7 +133,7 @@ class StepRunner:
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
         first = 2 if pages is None else pages
-        more = cache_dtype == "fp8", drafts, snapshots, depths
+        more = cache_dtype == "fp8", drafts, snapshots, depths, keeps_experts
         sizes = PoolSizes(first, limits.rows, width, *more)
         of_model = definition, cfg, mesh, self.dtype
         self.programs = EnginePrograms(*of_model, sizes, self._form, self._layout)
@@ -349,6 +350,14 @@ class StepRunner:
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
+
+    def experts_of(self, sample: RequestSample) -> jax.Array | None:
+        """The experts that a sample's tokens went to (`experts_in_pages`), if they are kept."""
+        sizes, pages = self.programs.sizes, sample.tokens.pages
+        if not sizes.keeps_experts or not pages:
+            return None
+        padded = pages + [0] * (sizes.width - len(pages))
+        return experts_in_pages(self._state.caches, padded, sample.lane * sizes.pages)
 
     # ---- programs --------------------------------------------------------------------------------
 

@@ -55,6 +55,12 @@ LAYER_FIELDS = {
 # (`Tokens.prefixes`); 0: none.
 SHARED_FIELDS = {"prefix_ids": BatchField(np.int32)}
 
+# A field that layers read where an objective has it: the experts that a sampler chose
+# (`Tokens.experts`); -1: none is known.
+REPLAY_FIELDS = {
+    "experts": BatchField(np.int16, ("batch", "seq", "expert_layers", "chosen"), pad=-1),
+}
+
 # The fields with the columns of tokens along axes that only some batches have, by axis.
 FURTHER_COLUMNS = {
     "target": "decoder_columns",

@@ -65,6 +65,7 @@ class LocalModel:
             columns=micro_batch["columns"],
             key=key,
             prefixes=micro_batch.get("prefix_ids") if self.packed else None,
+            experts=micro_batch.get("experts"),
         )
         return described_tokens(self.objective, micro_batch, tokens, self.ctx)
 

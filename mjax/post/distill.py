@@ -5,12 +5,14 @@ It is `mjax train` with the objective `distill` and other defaults. The teacher 
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.config.languages.paths import as_path
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, program, run_cli
+from mjax.post.reinforce import answers_of_update, require_rollouts
 from mjax.post.sft import sft_defaults
 from mjax.run.command import train_command
 
@@ -24,6 +26,7 @@ Keys that are not set have the defaults of mjax sft, but for
   train.objective           distill
   schedule.lr               {DISTILL_RATE:g}
   data.tokenizer            without checkpoint.init_from the teacher's
+  train.global_batch_size   with distill.student_share the answers of a step: a row for each
 docs/train/distillation.md has the loss; mjax prune makes a student of a teacher.
 """
 
@@ -55,12 +58,31 @@ def distill_defaults(tree: dict) -> dict:
     found = sft_defaults(tree)
     found["schedule"]["lr"] = DISTILL_RATE
     found["train"]["objective"] = "distill"
-    keys = tree.get("distill")
-    teacher = keys.get("teacher") if isinstance(keys, dict) else None
+    keys = _keys_of(tree, "distill")
+    if keys.get("student_share"):
+        _require_prompts(tree)
+        found["train"]["global_batch_size"] = answers_of_update(tree)
+    teacher = keys.get("teacher")
     if "data" not in found and isinstance(teacher, str):
         tokenizer = tokenizer_of(teacher)
         found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
     return found
+
+
+def _keys_of(tree: dict, group: str) -> dict:
+    """The keys of a group that are set."""
+    found: Any = tree.get(group)
+    return found if isinstance(found, dict) else {}
+
+
+def _require_prompts(tree: dict) -> None:
+    """Raise `UserError` for keys that name no prompts, for the default ones would be drawn."""
+    conversations = _keys_of(_keys_of(tree, "data"), "conversations")
+    if "environment" not in _keys_of(tree, "reinforce") and not conversations.get("path"):
+        raise UserError(
+            "distill.student_share: the student needs prompts to answer; set "
+            "data.conversations.path or reinforce.environment"
+        )
 
 
 def _before_distilling(cfg: Config, args: argparse.Namespace) -> int | None:
@@ -69,8 +91,12 @@ def _before_distilling(cfg: Config, args: argparse.Namespace) -> int | None:
         raise UserError(
             f"train.objective={cfg.train.objective} has no teacher; leave it out, or run mjax train"
         )
+    if draws_answers(cfg):
+        require_rollouts(cfg)
     if args.write is None:
         return None
+    if draws_answers(cfg):
+        raise UserError("--write: answers that are yet to be drawn cannot be rated; leave it out")
     from mjax.post.teacher import write_teacher  # imports jax
 
     count = write_teacher(cfg, args.write, args.top)

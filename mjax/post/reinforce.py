@@ -52,6 +52,12 @@ def _rollouts(trainer: "Trainer", record: dict) -> "RunBatches":
 def reinforce_defaults(tree: dict) -> dict:
     """Values for the keys that `tree`, as yet unchecked, does not set."""
     found = answer_defaults(tree, "policy", POLICY_RATE)
+    found["train"]["global_batch_size"] = answers_of_update(tree)
+    return found
+
+
+def answers_of_update(tree: dict) -> int:
+    """The answers that an update is on, by the keys of `tree`, as yet unchecked."""
     given: Any = tree.get("reinforce")
     keys = given if isinstance(given, dict) else {}
 
@@ -60,8 +66,7 @@ def reinforce_defaults(tree: dict) -> dict:
         return value if isinstance(value, int) and value > 0 else 1
 
     answers = number("prompts_per_step") * number("group_size")
-    found["train"]["global_batch_size"] = max(answers // number("updates_per_rollout"), 1)
-    return found
+    return max(answers // number("updates_per_rollout"), 1)
 
 
 def require_policy(cfg: Config, args: argparse.Namespace | None = None) -> None:
@@ -77,6 +82,12 @@ def require_policy(cfg: Config, args: argparse.Namespace | None = None) -> None:
             "checkpoint.local_dir: its steps have no critic, which reinforce.loss_type=ppo needs; "
             "leave it out"
         )
+    require_rollouts(cfg)
+
+
+def require_rollouts(cfg: Config) -> None:
+    """Raise `UserError` for a config by which no rollouts can be drawn."""
+    settings = cfg.reinforce
     if settings.prompts_per_step % settings.updates_per_rollout:
         raise UserError(
             f"reinforce.updates_per_rollout={settings.updates_per_rollout} does not divide "

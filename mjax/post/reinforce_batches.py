@@ -58,7 +58,7 @@ class World:
 
     def __post_init__(self) -> None:
         if jax.process_count() > 1:
-            raise UserError("mjax reinforce runs in one process; start it without a launcher")
+            raise UserError("answers are drawn in one process; start it without a launcher")
         require_vocabulary(self.tokenizer.vocab_size, self.trainer.cfg.model)
         _ = self.params  # checks its fields
 

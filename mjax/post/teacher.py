@@ -5,6 +5,7 @@ Its programs leave activations where the student's batch has its tokens, so they
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mjax.config.rules.data_rules import data_sources
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.checkpoint import CheckpointConfig
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.preference import DistillConfig
+from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.config.schema.run import Config, OptimizerConfig, PrecisionConfig
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
@@ -25,6 +29,8 @@ from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
 from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.reinforce_batches import World
+from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
 from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore, with_stored_teacher, write_record
 from mjax.post.teacher_divergence import (
     BIAS,
@@ -43,10 +49,12 @@ from mjax.train.trainer import Trainer
 
 
 def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
-    """The batches of `from_config`, with fields that the teacher computes.
+    """The batches of `from_config` or of the student's answers, which the teacher rates.
 
     Raises `UserError` for a mesh with pipeline.
     """
+    if draws_answers(trainer.cfg):
+        return _with_answers(trainer, record)
     batches = from_config(trainer, record)
     if isinstance(trainer.objective, Distillation):
         trainer.role_fields = teacher_fields(trainer)
@@ -54,6 +62,35 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
         store = TeacherStore(Path(trainer.cfg.distill.stored))
         return with_stored_teacher(batches, store)
     return batches
+
+
+def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of a run of which the student draws a share, or all."""
+    cfg, world = trainer.cfg, World(trainer)
+    data = from_config(trainer, record) if data_sources(cfg) else None
+    collector = world.collector()
+    if cfg.data.conversations.path is not None:
+        prompts = conversation_prompts(cfg, world.tokenizer)
+        collector.open_judges = lambda: prompts
+    stream = StudentStream(
+        trainer=trainer,
+        collector=collector,
+        tokenizer=world.tokenizer,
+        score=lambda batch: {},
+        data=data.training if data and cfg.distill.student_share < 1 else None,
+        has_rewards=cfg.data.conversations.path is None,
+    )
+    stream.go_on(record.get("batches", {}))
+    trainer.role_fields = teacher_fields(trainer)
+    live = {"is_live": True, "figures_at": stream.figures_at, "line_at": stream.line_at}
+    if data is None:
+        measure = world.held_out_reward if cfg.train.eval_interval else None
+        return RunBatches(stream, record_at=stream.record_at, measure=measure, **live)
+
+    def record_at(step: int) -> dict:
+        return data.record_at(step) | stream.record_at(step)
+
+    return replace(data, training=stream, record_at=record_at, **live)
 
 
 def teacher_fields(trainer: Trainer) -> RoleFields:
@@ -108,15 +145,18 @@ def teacher_of(trainer: Trainer) -> Role:
 
 def teacher_run(cfg: Config) -> Config:
     """The config whose programs are the teacher's."""
-    changes = {
+    changes: dict[str, object] = {
         "model": teacher_config(cfg),
         "train": cfg.train.model_copy(update={"objective": "next_token", "freeze": []}),
         "precision": PrecisionConfig(compute=cfg.precision.compute),
         "optimizer": OptimizerConfig(),
         "distill": DistillConfig(),
+        "reinforce": ReinforceConfig(),
         "lora": LoraConfig(),
         "checkpoint": CheckpointConfig(init_changes=["vocab_size"]),  # may be cut
     }
+    if not data_sources(cfg):  # it reads what the student draws
+        changes["data"] = cfg.data.model_copy(update={"mock": True})
     return cfg.model_copy(update=changes)
 
 

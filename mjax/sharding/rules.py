@@ -44,6 +44,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "teacher_top": (),  # of its likeliest tokens
     "teacher_layers": (),  # whose outputs a student learns from
     "teacher_width": (),  # of a teacher's activations
+    "expert_layers": (),  # of a model
+    "chosen": (),  # of a layer's experts, for a token
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),

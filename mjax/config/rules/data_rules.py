@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from mjax.config.languages.paths import MIRROR_IT, NEEDS_FILES, is_address
 from mjax.config.languages.rehearsal import parse_fault
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -22,15 +23,21 @@ def _lists_of_weights(c: Config) -> list[list[float]]:
     return list(weights.values()) if isinstance(weights, dict) else [weights]
 
 
+def data_sources(c: Config) -> list[str]:
+    """The keys that name a source of data."""
+    given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
+    given["images.path"] = c.data.images.path
+    given["conversations.path"] = c.data.conversations.path
+    return [f"data.{name}" for name, value in given.items() if value]
+
+
 @rule(
     "set exactly one of data.paths, data.text, data.conversations.path, data.images.path, data.mock"
 )
 def one_data_source(c: Config) -> Iterator[str]:
-    given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
-    given["images.path"] = c.data.images.path
-    given["conversations.path"] = c.data.conversations.path
-    sources = [f"data.{name}" for name, value in given.items() if value]
-    if not sources and c.train.objective not in ("policy", "value"):
+    sources = data_sources(c)
+    draws_all = draws_answers(c) and c.distill.student_share in (0, 1)
+    if not sources and not draws_all:
         yield "data: nothing to train on"
     if len(sources) > 1:
         yield f"{' and '.join(sources)} exclude each other"
@@ -157,7 +164,7 @@ def conversations_are_documents(c: Config) -> Iterator[str]:
 
 @rule("set train.objective=next_token, or to module.path:Name")
 def conversations_are_predicted(c: Config) -> Iterator[str]:
-    readers = "next_token", "preference", "reward"
+    readers = "next_token", "preference", "reward", "distill"
     reads = c.train.objective in readers or ":" in c.train.objective
     if c.data.conversations.path is not None and not reads:
         yield "`train.objective` does not read `data.conversations.path`"

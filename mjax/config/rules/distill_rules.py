@@ -34,4 +34,10 @@ def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
         yield f"`distill.hidden_layers` names a layer of the student, whose last is {last}"
 
 
+@rule("set distill.teacher, and leave distill.stored out")
+def answers_are_rated_live(c: Config) -> Iterator[str]:
+    if c.distill.student_share and c.distill.stored is not None:
+        yield "`distill.student_share`: `distill.stored` has no answers that are yet to be drawn"
+
+
 DISTILL_RULES = rules_of(globals())

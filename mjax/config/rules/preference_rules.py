@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mjax.config.languages.layer_pattern import BRANCHES
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
@@ -72,7 +73,8 @@ def answers_are_conversations(c: Config) -> Iterator[str]:
 
 @rule("set data.document_mask=true")
 def answers_are_documents(c: Config) -> Iterator[str]:
-    if c.train.objective in (*ANSWER_OBJECTIVES, "policy", "value") and not c.data.document_mask:
+    has_answers = c.train.objective in ANSWER_OBJECTIVES or draws_answers(c)
+    if has_answers and not c.data.document_mask:
         yield "answers of a row would see each other: `data.document_mask`"
 
 

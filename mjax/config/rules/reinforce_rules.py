@@ -9,11 +9,18 @@ _WITHOUT_GROUPS = "reinforce_pp", "ppo"
 _NO_LIMITS = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 
+def draws_answers(c: Config) -> bool:
+    """Whether some steps are on answers that the model draws."""
+    if c.train.objective == "distill":
+        return c.distill.student_share > 0
+    return c.train.objective in ("policy", "value")
+
+
 @rule("take reinforce.group_size of 2 or more; reinforce_pp and ppo compare no groups")
 def groups_are_compared(c: Config) -> Iterator[str]:
     reinforce = c.reinforce
     compares = reinforce.drops_equal_groups or reinforce.loss_type not in _WITHOUT_GROUPS
-    if reinforce.group_size == 1 and compares:
+    if reinforce.group_size == 1 and compares and c.train.objective != "distill":
         yield "`reinforce.group_size` leaves `reinforce.loss_type` nothing to compare"
 
 

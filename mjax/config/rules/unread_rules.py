@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.languages.optax_arguments import PREFIX
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.rules.rule import rule
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import AttentionConfig, ModelConfig, MoeConfig
@@ -145,6 +146,7 @@ _PATTERN, _PATCH, _MASKED = (
     "data.masked.sentences",
 )
 _CLIPPED = "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo"
+_OF_PROMPTS = "environment environment_args eval_environment_args workers reward_timeout"
 # Sizes are those of any model: others derive from them.
 _OF_HEADS = " ".join(name for name in AttentionConfig.model_fields if "head" not in name)
 # Files of families that have models without experts give num_experts_per_tok in all of them.
@@ -265,20 +267,33 @@ NEEDS = (
         "preference",
     ),
     _objective(
-        "distill: teacher stored beta temperature label_weight hidden_layers hidden_losses",
+        "distill: teacher stored beta temperature student_share label_weight hidden_layers "
+        "hidden_losses",
         "distill",
     ),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),
+    Need(
+        f"reinforce: {_OF_PROMPTS} prompts_per_step group_size max_new_tokens sampling engine "
+        "max_staleness updates_per_rollout",
+        "train.objective",
+        "policy or value, or distill and distill.student_share",
+        lambda c: draws_answers(c) or ":" in c.train.objective,
+    ),
+    Need(
+        f"reinforce: {_OF_PROMPTS}",
+        "data.conversations.path",
+        "null: its prompts are answered",
+        lambda c: c.train.objective != "distill" or c.data.conversations.path is None,
+    ),
     _objective(
-        "reinforce: environment environment_args eval_environment_args workers reward_timeout "
-        "prompts_per_step group_size max_new_tokens sampling engine max_staleness "
-        "updates_per_rollout drops_equal_groups loss_type advantage_scale clip_low clip_high "
-        "loss_divisor kl_coef kl_estimator kl_in_reward reference entropy_coef correction "
-        "correction_low correction_high overlong_tokens critic gamma gae_lambda critic_lr "
+        "reinforce: drops_equal_groups loss_type advantage_scale clip_low clip_high loss_divisor "
+        "kl_coef kl_estimator kl_in_reward reference entropy_coef correction correction_low "
+        "correction_high router_replay overlong_tokens critic gamma gae_lambda critic_lr "
         "value_clip",
         *("policy", "value"),
     ),
     _objective("data.shared_prefixes", "preference", "reward"),
+    _branches("reinforce.router_replay", "experts"),
     _value("reinforce: critic gamma gae_lambda critic_lr value_clip", "reinforce.loss_type", "ppo"),
     _value("reinforce: kl_estimator kl_in_reward reference", "reinforce.kl_coef"),
     _value("reinforce.correction_low", "reinforce.correction", "mask", "sequence_mask"),

@@ -118,5 +118,9 @@ class DistillConfig(Group):
     """Layers whose outputs the student learns from the teacher's, {its layer: the teacher's}."""
     hidden_losses: dict[HiddenLoss, Annotated[float, Field(gt=0)]] = {"cosine": 1.0}
     """The weight of each loss of `hidden_layers`: cosine (1 - cosine), mse (mean square error)."""
+    student_share: float = Field(0.0, ge=0, le=1)
+    """Share of steps on answers that the student draws, to prompts of data.conversations or of
+    reinforce.environment; the others are on data. 1: on-policy distillation.
+    """
     label_weight: float = Field(0.0, ge=0, lt=1)
     """Share of the cross-entropy of labels in the loss; the divergence has the rest."""

@@ -80,6 +80,8 @@ class ReinforceConfig(Group):
     """
     correction_low: float = Field(0.5, ge=0)
     correction_high: float = Field(2.0, gt=0)
+    router_replay: bool = False
+    """Send each token to the experts that the sampler chose for it (R3, arXiv 2510.11370)."""
     overlong_tokens: int = Field(0, ge=0)
     """Rewards fall by up to 1 over so many last tokens before max_new_tokens (DAPO)."""
 

@@ -5,10 +5,12 @@ The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what paddin
 bring the places of theirs (`PagedTokens`), so a pool knows no row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mjax.errors import UserError
 from mjax.kernels.attention.paged import paged_attention, write_pages
@@ -108,6 +110,45 @@ class PagedLatents(NamedTuple):
             _flat_tokens(q), keys, None, new.rows, call, value_size=rank, each=new.each
         )
         return out.reshape(*q.shape[:-1], rank)
+
+
+class PagedExperts(NamedTuple):
+    """The experts that each token went to in a layer, int16 [pages, PAGE, k]."""
+
+    experts: jax.Array
+
+    @staticmethod
+    def spec(pages: int, page: int, count: int) -> "PagedExperts":
+        """The array for `count` experts of a token; every tp device holds it whole."""
+        axes = "batch", None, None
+        return PagedExperts(CacheSpec((pages, page, count), axes, "int16"))
+
+    def write(self, experts: jax.Array, new: PagedTokens) -> "PagedExperts":
+        """The cache with the experts [B, S, k] of new tokens."""
+        flat = _flat_tokens(experts).astype(self.experts.dtype)
+        return PagedExperts(self.experts.at[new.pages, new.places].set(flat))
+
+
+def experts_in_pages(caches: Sequence, pages: Sequence[int], first: int) -> jax.Array:
+    """The experts of the tokens in pages of a lane, int16 [W * PAGE, L, k], on one of its devices.
+
+    first: the number of the lane's page 0 among those of all lanes, whose pools are of one process.
+    """
+    held = jax.tree.leaves(caches, is_leaf=lambda cache: isinstance(cache, PagedExperts))
+    pools = []
+    for cache in held:
+        if isinstance(cache, PagedExperts):
+            shards = cache.experts.addressable_shards
+            pools.append(next(s.data for s in shards if (s.index[0].start or 0) == first))
+    found = _of_pages(pools, np.array(pages, np.int32))
+    found.copy_to_host_async()
+    return found
+
+
+@jax.jit
+def _of_pages(pools: list[jax.Array], pages: jax.Array) -> jax.Array:
+    found = jnp.stack([pool[pages] for pool in pools], 2)
+    return found.reshape(-1, *found.shape[2:])
 
 
 def _flat_tokens(x: jax.Array) -> jax.Array:

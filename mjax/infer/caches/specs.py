@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.caches.paged import PagedKeysValues, PagedLatents
+from mjax.infer.caches.paged import PagedExperts, PagedKeysValues, PagedLatents
 from mjax.infer.caches.slots import SlotKeysValues, SlotSources, SlotStates
 from mjax.models.attention.caches import KeysValues, Latents
 from mjax.models.attention.cross import SourceKeysValues
@@ -26,6 +26,7 @@ class PoolSizes(NamedTuple):
     drafts: guessed tokens of a row that a step of decoding may verify.
     snapshots: further slots of states, which prompts of an equal beginning go on from.
     depths: of multi-token prediction that guess tokens; they have caches after those of layers.
+    keeps_experts: whether caches say which experts tokens went to.
     """
 
     pages: int
@@ -35,6 +36,7 @@ class PoolSizes(NamedTuple):
     drafts: int = 0
     snapshots: int = 0
     depths: int = 0
+    keeps_experts: bool = False
 
 
 def paged_specs(
@@ -67,6 +69,9 @@ def paged_specs(
                 case RecurrentCache():
                     slots = sizes.rows + 1 + sizes.snapshots
                     found = SlotStates(*module.cache(of_layer, slots, page, tp))
+                case None if word == "experts" and sizes.keeps_experts:
+                    count = of_layer.moe.num_experts_per_tok
+                    found = PagedExperts.spec(sizes.pages, page, count)
                 case None:
                     pass
                 case _:

@@ -205,6 +205,8 @@ class Tokens:
     windows [B, S] or None: the windows of patches (`Branch.within`).
     adapters [B, S] or [B] or None: the slots of tokens, or of rows, where weights have several
         adapters (`interop/adapter_stack.py`); 0: none.
+    experts [B, S, L, k] or None: the experts that tokens go to in each of the L layers that have
+        some, whatever their routers would choose; -1: as these do.
     """
 
     positions: jax.Array
@@ -221,6 +223,7 @@ class Tokens:
     windows: jax.Array | None = None
     adapters: jax.Array | None = None
     prefixes: jax.Array | None = None
+    experts: jax.Array | None = None
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -31,6 +31,7 @@ from mjax.models.moe.router import (
     balanced,
     counted,
     padding_marked,
+    replayed,
     rerouted,
     route,
     without_padding,
@@ -223,6 +224,9 @@ class MoE(BranchModule):
             routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
+        routing = replayed(routing, inputs.tokens, inputs.layer, cfg, parallel)
+        if cache is not None:
+            cache = cache.write(routing.experts, inputs.tokens.new)
         if cfg.moe.skip_padding:
             routing = without_padding(routing, inputs.tokens, parallel)
         if router.expert_bias is not None:
@@ -240,7 +244,7 @@ class MoE(BranchModule):
         if inputs.ctx.probe.layers is not None:
             layers, _ = inputs.ctx.probe.layers
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
-        return BranchOutput(y, statistics)
+        return BranchOutput(y, statistics, cache)
 
     def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> ExpertSums:
         """The weighted sums of what each token's experts make."""

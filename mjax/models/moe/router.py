@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.matmul.exact import multiply_exactly
 from mjax.models.base.context import Tokens
@@ -94,6 +95,25 @@ def rerouted(
     scores, _ = _scores(routing.logits, cfg)
     gates = gates_of(experts, routing.logits, scores, cfg)
     return routing._replace(experts=experts, gates=gates)
+
+
+def replayed(
+    routing: Routing, tokens: Tokens, layer: jax.Array | int, cfg: ModelConfig, parallel: Parallel
+) -> Routing:
+    """The routing of layer `layer` to the experts that `Tokens.experts` names, where it does.
+
+    Gates are those of the router, with their gradients (router replay, arXiv 2510.11370).
+    """
+    if tokens.experts is None:
+        return routing
+    ranks = jnp.cumsum(jnp.array(["experts" in roles_of(kind) for kind in cfg.layer_kinds])) - 1
+    given = parallel.shard_seq(tokens.experts[:, :, ranks[layer]]).astype(jnp.int32)
+    return rerouted(routing, jnp.where(given < 0, routing.experts, given), cfg)
+
+
+def expert_layers(cfg: ModelConfig) -> int:
+    """The layers with experts, without those of multi-token prediction."""
+    return sum("experts" in roles_of(kind) for kind in cfg.layer_kinds)
 
 
 def without_padding(routing: Routing, tokens: Tokens, parallel: Parallel) -> Routing:

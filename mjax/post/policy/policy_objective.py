@@ -22,7 +22,8 @@ from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.models.heads.multi_token import with_weight
-from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.models.moe.router import expert_layers
+from mjax.objectives.fields import REPLAY_FIELDS, Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.next_token import NextToken
 from mjax.post.policy.mock_rollouts import mock_rollouts
 from mjax.post.policy.policy_losses import (
@@ -54,13 +55,20 @@ class PolicyObjective:
     """
 
     settings: ReinforceConfig
+    routes: tuple[int, int] = (0, 0)  # layers with experts, and experts of a token in each
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", with_published(self.settings))
 
     @classmethod
     def of(cls, cfg: Config) -> "PolicyObjective":
-        return cls(cfg.reinforce)
+        routes = expert_layers(cfg.model), cfg.model.moe.num_experts_per_tok
+        return cls(cfg.reinforce, routes)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths of the axes that no other objective has."""
+        return dict(zip(("expert_layers", "chosen"), self.routes, strict=True))
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
@@ -70,7 +78,7 @@ class PolicyObjective:
             fields[OLD] = _COMPUTED
         if self.settings.kl_coef:
             fields[REFERENCE] = _COMPUTED
-        return fields
+        return fields | REPLAY_FIELDS if self.settings.router_replay else fields
 
     @property
     def _compares_answers(self) -> bool:

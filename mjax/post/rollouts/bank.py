@@ -64,6 +64,8 @@ def _rollout_record(rollout: OpenRollout) -> dict:
         name: array_text(np.array(record[name], kind)) for name, kind in _TOKEN_LISTS.items()
     }
     del record["is_sampled"]  # as versions say
+    if rollout.experts is not None:
+        record["experts"] = array_text(rollout.experts)
     return json.loads(json.dumps(record))
 
 
@@ -73,6 +75,8 @@ def _rollout_of(record: Mapping[str, Any]) -> OpenRollout:
     found.add_drawn(lists["ids"], lists["log_probs"], lists["versions"])
     for name in ("unjudged", "is_asking", "reward", "metrics", "reason"):
         setattr(found, name, record[name])
+    if record.get("experts") is not None:
+        found.experts = array_of(record["experts"])
     return found
 
 

@@ -70,13 +70,17 @@ class RolloutStream:
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         with self.collector:
             for step in range(start, start + count):
-                self._seconds = {}
-                if not self.waiting:
-                    self._draw(step)
-                batch = self.waiting.pop(0)
-                self._update_critic(batch)
-                self._given = time.perf_counter()
-                yield batch
+                yield self.next_batch(step)
+
+    def next_batch(self, step: int) -> HostBatch:
+        """The next batch of rollouts, for the weights after so many steps."""
+        self._seconds = {}
+        if not self.waiting:
+            self._draw(step)
+        batch = self.waiting.pop(0)
+        self._update_critic(batch)
+        self._given = time.perf_counter()
+        return batch
 
     def _update_critic(self, batch: HostBatch) -> None:
         """The step of the critic that goes before one of the policy."""

@@ -230,6 +230,8 @@ class Collector:
         versions = list(map(self.policy.step_of, drawn.weight_versions))
         rollout.add_drawn(drawn.token_ids, drawn.processed_logprobs, versions)
         rollout.unjudged += len(drawn.token_ids)
+        if drawn.experts is not None:
+            rollout.experts = np.asarray(drawn.experts)[: len(rollout.ids) - 1]
 
     def _judge(self, rollout: OpenRollout) -> None:
         """Give the environment the tokens that it has not seen."""

@@ -35,7 +35,22 @@ class PackedTranscripts:
             for n, t in enumerate(self.transcripts)
         ]
         rows = [[documents[n] for n in row] for row in self.rows]
-        return rows_of_documents(rows, self.width)
+        return rows_of_documents(rows, self.width) | self._experts()
+
+    def _experts(self) -> HostBatch:
+        """The experts that tokens went to, int16 [B, S, layers, k], if they are known; else -1."""
+        known = [t.experts for t in self.transcripts if t.experts is not None]
+        if not known:
+            return {}
+        found = np.full((len(self.rows), self.width, *known[0].shape[1:]), -1, np.int16)
+        for row, numbers in zip(found, self.rows, strict=True):
+            begin = 0
+            for transcript in (self.transcripts[number] for number in numbers):
+                end = begin + len(transcript.ids) - 1
+                if transcript.experts is not None:
+                    row[begin:end] = transcript.experts
+                begin = end
+        return {"experts": found}
 
     def taken(self, values: np.ndarray) -> list[np.ndarray]:
         """The values [B, S] of each token of each transcript, [n] each; 0 of the first."""

@@ -19,10 +19,12 @@ from jax.sharding import NamedSharding
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
+from mjax.infer.checks import longest_window
 from mjax.infer.engine import Engine
 from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
+from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.post.base.roles import require_no_pipeline
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.spec import trained_only
@@ -46,7 +48,7 @@ class PolicyEngine:
         length: int,
         most_rows: int,
     ):
-        require_no_pipeline(trainer, "mjax reinforce")
+        require_no_pipeline(trainer, "the engine of rollouts")
         options = dict(trainer.cfg.reinforce.engine)
         if unknown := sorted(options.keys() - set(OPTIONS)):
             raise UserError(
@@ -63,6 +65,13 @@ class PolicyEngine:
         options.setdefault("pages", 1 + rows * -(-length // PAGE))
         limits = Limits(rows, rows + chunk, chunk, length)
         self._options = options | {"limits": limits, "fixed_rows": True}
+        if trainer.cfg.reinforce.router_replay:
+            self._options["keeps_experts"] = True
+            if longest_window(trainer.cfg.model) is not None:
+                raise UserError(
+                    "reinforce.router_replay: the engine forgets tokens that have left the windows "
+                    "of all layers; set it to false"
+                )
         self._steps: dict[int, int] = {}  # of the trainer, by the engine's version of weights
         self._programs: dict[int, jax.stages.Wrapped] = {}  # by the number of parameters
         self._of_step = -1  # the step whose weights the engine has
@@ -112,6 +121,7 @@ class PolicyEngine:
 
     def _handed_over(self, params: dict) -> dict:
         """Parameters in the form of the engine, by a program for all of them or for some."""
+        params = {name: tree for name, tree in params.items() if name != OWN_WEIGHTS}
         flat = flatten_dict(params)
         program = self._programs.get(len(flat))
         if program is None:

@@ -22,6 +22,8 @@ class Transcript:
     log_probs: float32 [n], of the distribution that they were drawn from; 0 of other tokens.
     versions: int32 [n], the updates of the weights before each draw; -1 of other tokens.
     reason: why it ended, for people.
+    experts: int16 [n - 1, layers, k], those that all tokens but the last went to as they were read,
+        or None.
     """
 
     group: int
@@ -33,6 +35,7 @@ class Transcript:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    experts: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -62,6 +65,7 @@ class OpenRollout:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    experts: np.ndarray | None = None
 
     @property
     def drawn(self) -> int:
@@ -95,4 +99,5 @@ class OpenRollout:
             reward=self.reward,
             metrics=dict(self.metrics),
             reason=self.reason,
+            experts=self.experts,
         )

@@ -699,6 +699,10 @@ BROKEN = {
         [*DISTILL, "distill.stored=folder", "distill.hidden_layers={0: 1}"],
         "distill.hidden_layers={0: 1}: distill.stored='folder' has no outputs of layers",
     ),
+    "answers_are_rated_live": (
+        [*DISTILL, "distill.student_share=1", "distill.stored=folder"],
+        "distill.student_share=1.0: distill.stored='folder' has no answers that are yet to be",
+    ),
     "groups_are_compared": (
         [*POLICY, "reinforce.group_size=1"],
         "reinforce.group_size=1 leaves reinforce.loss_type='grpo' nothing to compare",
@@ -740,6 +744,11 @@ UNREAD = [
     (["mesh.virtual_stages=2"], "mesh.virtual_stages=2", "mesh.pp=1"),
     (["reinforce.clip_high=0.1"], "reinforce.clip_high=0.1", "train.objective='next_token'"),
     ([*POLICY, "reinforce.gamma=0.9"], "reinforce.gamma=0.9", "reinforce.loss_type='grpo'"),
+    (
+        [*DISTILL, "reinforce.group_size=1"],
+        "reinforce.group_size=1",
+        "train.objective='distill'",
+    ),
     (
         [*POLICY, "reinforce.correction_high=3"],
         "reinforce.correction_high=3.0",

@@ -28,7 +28,8 @@ class Drawing:
 
     def add(self, ids, params, request_id):
         assert request_id not in self.requests and params.max_tokens > 0
-        drawn = SimpleNamespace(token_ids=[], processed_logprobs=[], weight_versions=[])
+        lists = {"token_ids": [], "processed_logprobs": [], "weight_versions": []}
+        drawn = SimpleNamespace(**lists, experts=None)
         output = SimpleNamespace(request_id=request_id, outputs=[drawn], finished=False)
         request = SimpleNamespace(output=output, ids=list(ids), params=params)
         self.requests[request_id] = request
