@@ -37,8 +37,7 @@ from mjax.kernels.matmul.grouped_tiles import HALVES, TMA_ROWS
 
 DEPTH = 128  # terms of a sum in the tensor cores: a block's side, and the bytes of a slot's line
 WAVE = 64  # lines of a product of the tensor cores
-STAGES = 2  # in which parts of a tile leave, for each half
-_REGISTERS_OF_ROLES = 40, 232  # of a moving and of a multiplying thread
+_REGISTERS_OF_ROLES = 24, 240  # of a moving and of a multiplying thread
 _FACTORS_OF_LINES = plgpu.Layout.WGMMA.reduce(1)
 _FACTORS_OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -48,14 +47,16 @@ class BlockTile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
     Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` have neighboring tiles
-    that share their lines, or their columns if these are more.
+    that share their lines, or their columns if these are more. Parts of a tile leave through
+    `stages` that take turns, of each half.
     """
 
     lines: int
     columns: int
     slots: int
-    band: int = 16
+    band: int = 8
     cluster: int = 1
+    stages: int = 2
 
     @property
     def half(self) -> int:
@@ -73,8 +74,9 @@ class BlockTile:
         return self.lines * self.cluster, self.columns
 
 
+# Others spill registers: 256 x 128 with square blocks, 128 x 256 and, with lines, 128 x 192.
 SQUARE_TILE = BlockTile(128, 192, 4, cluster=2)  # the right operand is in blocks of 128 x 128
-LINES_TILE = BlockTile(256, 128, 3, cluster=2)  # both operands are in blocks of 1 x 128
+LINES_TILE = BlockTile(256, 128, 4, cluster=2, stages=1)  # both are in blocks of 1 x 128
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _ring_of_blocks(job, a_dtype, b_dtype, dtype):
             num_arrivals=HALVES + (2 if job.square else 3), num_barriers=tile.slots
         ),
         free=free,
-        stages=swizzled(dtype, HALVES, STAGES, WAVE, width),
+        stages=swizzled(dtype, HALVES, tile.stages, WAVE, width),
     )
     if not job.square:
         ring["of_columns"] = plgpu.SMEM((tile.slots, tile.columns), jnp.float32)
@@ -281,21 +283,21 @@ def _store_tile(job, refs, half, totals, at):
 
     A copy of as much as there is in memory would begin at the first line or column.
     """
-    dtype, width = refs.out.dtype, SLICE_BYTES // refs.out.dtype.itemsize
-    number = 0
-    for wave, chunks in enumerate(totals):
-        line = at.line + half * job.tile.half + wave * WAVE
-        for first in range(0, job.tile.columns, width):
-            chunk, start = chunks[first // job.chunk], first % job.chunk
-            stage, column = refs.stages.at[half, number % STAGES], at.column + first
+    tile, width = job.tile, SLICE_BYTES // refs.out.dtype.itemsize
+    skips = len(totals) > 1 and job.columns % tile.columns  # parts before others
+    starts = range(0, tile.columns, width)
+    parts = [(wave, first) for wave in range(len(totals)) for first in starts]
+    for number, (wave, first) in enumerate(parts):
+        line, column = at.line + half * tile.half + wave * WAVE, at.column + first
+        chunk, start = totals[wave][first // job.chunk], first % job.chunk
+        # The last copy from this stage has read it; a tile before may have ended with any stage.
+        pending = 0 if skips else min(number, tile.stages - 1)
 
-            @pl.when((line < job.lines) & (column < job.columns))
-            def _leave(values=chunk[:, start : start + width], stage=stage, number=number):
-                # The last copy from this stage has read it; a tile before may have ended with any.
-                plgpu.wait_smem_to_gmem(min(number, STAGES - 1), wait_read_only=True)
-                stage[...] = values.astype(dtype)
-                plgpu.commit_smem()
-                target = refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)]
-                plgpu.copy_smem_to_gmem(stage, target)
-
-            number += 1
+        @pl.when((line < job.lines) & (column < job.columns))
+        def _leave(number=number, pending=pending, values=chunk[:, start : start + width]):
+            stage = refs.stages.at[half, number % tile.stages]
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            stage[...] = values.astype(stage.dtype)
+            plgpu.commit_smem()
+            target = refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)]
+            plgpu.copy_smem_to_gmem(stage, target)
