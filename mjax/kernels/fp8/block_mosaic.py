@@ -13,6 +13,7 @@ Invariants: mover and multipliers count ring slots alike; each element is summed
 order, so results are equal bit for bit.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.fp8.blocks import Blocks
-from mjax.kernels.matmul.grouped_mosaic import (
-    BLOCKS,
-    SLICE_BYTES,
-    drain,
-    in_bands,
-    swizzled_tiles,
-)
+from mjax.kernels.matmul.grouped_mosaic import BLOCKS, SLICE_BYTES, drain, in_bands, swizzled_tiles
 from mjax.kernels.matmul.grouped_tiles import HALVES, TMA_ROWS
 
 DEPTH = 128  # terms of a sum in the tensor cores: a block's side, and the bytes of a slot's line
@@ -232,7 +227,7 @@ def _multiply_tile(job, refs, half, at, count):
         plgpu.barrier_wait(refs.ready.at[slot])
         made = []
         for wave in range(waves):
-            part, scales = _sum_of_block(job, refs, half, slot, wave, factors)
+            part, scales = _scaled_sum_of_slot(job, refs, half, slot, wave, factors)
             if wave == waves - 1:
                 plgpu.barrier_arrive(refs.free.at[slot])
             made.append(_promoted(job, totals[wave], part, *scales))
@@ -241,11 +236,11 @@ def _multiply_tile(job, refs, half, at, count):
     zeros = plgpu.layout_cast(jnp.zeros((WAVE, job.chunk), jnp.float32), plgpu.Layout.WGMMA)
     first = [[zeros] * chunks] * waves, squares(0)
     totals, _ = lax.fori_loop(0, job.steps, step, first)
-    _store_tile(job, refs, half, totals, at)
+    _write_tile(job, refs, half, totals, at)
     return count + job.steps
 
 
-def _sum_of_block(job, refs, half, slot, wave, factors):
+def _scaled_sum_of_slot(job, refs, half, slot, wave, factors):
     """The sums [64, columns] of a slot's terms, and factors of their lines and chunks."""
     lines, start = pl.ds(wave * WAVE, WAVE), half * job.tile.half + wave * WAVE
 
@@ -278,7 +273,7 @@ def _promoted(job, totals, part, of_lines, of_chunks):
     return made
 
 
-def _store_tile(job, refs, half, totals, at):
+def _write_tile(job, refs, half, totals, at):
     """Write half a tile part by part; parts beyond the edges are left out.
 
     A copy of as much as there is in memory would begin at the first line or column.
@@ -286,18 +281,18 @@ def _store_tile(job, refs, half, totals, at):
     tile, width = job.tile, SLICE_BYTES // refs.out.dtype.itemsize
     skips = len(totals) > 1 and job.columns % tile.columns  # parts before others
     starts = range(0, tile.columns, width)
-    parts = [(wave, first) for wave in range(len(totals)) for first in starts]
-    for number, (wave, first) in enumerate(parts):
-        line, column = at.line + half * tile.half + wave * WAVE, at.column + first
-        chunk, start = totals[wave][first // job.chunk], first % job.chunk
+
+    def leave(number, line, column, values):
         # The last copy from this stage has read it; a tile before may have ended with any stage.
         pending = 0 if skips else min(number, tile.stages - 1)
+        stage = refs.stages.at[half, number % tile.stages]
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        stage[...] = values.astype(stage.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(stage, refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)])
 
-        @pl.when((line < job.lines) & (column < job.columns))
-        def _leave(number=number, pending=pending, values=chunk[:, start : start + width]):
-            stage = refs.stages.at[half, number % tile.stages]
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            stage[...] = values.astype(stage.dtype)
-            plgpu.commit_smem()
-            target = refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)]
-            plgpu.copy_smem_to_gmem(stage, target)
+    for number, (wave, first) in enumerate(itertools.product(range(len(totals)), starts)):
+        line, column = at.line + half * tile.half + wave * WAVE, at.column + first
+        chunk, start = totals[wave][first // job.chunk], first % job.chunk
+        part = number, line, column, chunk[:, start : start + width]
+        pl.when((line < job.lines) & (column < job.columns))(partial(leave, *part))

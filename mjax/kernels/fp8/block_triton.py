@@ -29,15 +29,15 @@ def round_lines_both_ways(
     """
     i, j = tl.program_id(0) // (N // 128), tl.program_id(0) % (N // 128)
     columns = j * 128 + tl.arange(0, 128)
-    x0, x1 = _rows_of(x, i, columns, 0, M, N), _rows_of(x, i, columns, 1, M, N)
-    x2, x3 = _rows_of(x, i, columns, 2, M, N), _rows_of(x, i, columns, 3, M, N)
+    x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
+    x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
     for r in tl.static_range(4):
         part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
         scale, factor = _scale_of_bits(tl.max(_magnitude_bits(part), 1), FREE, TOP)
         rows = i * 128 + 4 * tl.arange(0, 32) + r
         tl.store(factors + j * M + rows, factor, mask=rows < M)
-        _store_rows(values, part, scale[:, None], i, columns, r, M, N, TOP)
-    top = tl.max(_magnitudes(x0, x1, x2, x3), 0)
+        _store_fourths(values, part, scale[:, None], i, columns, r, M, N, TOP)
+    top = tl.max(_top_magnitudes(x0, x1, x2, x3), 0)
     scale, factor = _scale_of_bits(top, FREE, TOP)
     tl.store(turned_factors + i * N + columns, factor)
     _store_turned(turned, x0, x1, x2, x3, scale[None], i, j, PADDED, TOP)
@@ -57,9 +57,9 @@ def round_squares(
     """x [M, N] in blocks of 128 x 128, or its transpose if TURNED: `values`, and a factor each."""
     i, j = tl.program_id(0) // (N // 128), tl.program_id(0) % (N // 128)
     columns = j * 128 + tl.arange(0, 128)
-    x0, x1 = _rows_of(x, i, columns, 0, M, N), _rows_of(x, i, columns, 1, M, N)
-    x2, x3 = _rows_of(x, i, columns, 2, M, N), _rows_of(x, i, columns, 3, M, N)
-    top = tl.max(tl.max(_magnitudes(x0, x1, x2, x3), 1), 0)
+    x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
+    x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
+    top = tl.max(tl.max(_top_magnitudes(x0, x1, x2, x3), 1), 0)
     scale, factor = _scale_of_bits(top, FREE, TOP)
     if TURNED:
         tl.store(factors + j * (M // 128) + i, factor)
@@ -68,11 +68,11 @@ def round_squares(
         tl.store(factors + i * (N // 128) + j, factor)
         for r in tl.static_range(4):
             part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
-            _store_rows(values, part, scale, i, columns, r, M, N, TOP)
+            _store_fourths(values, part, scale, i, columns, r, M, N, TOP)
 
 
 @triton.jit
-def _rows_of(x, i, columns, r: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def _every_fourth_row(x, i, columns, r: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Rows r, r + 4, .. of a tile, in fp32."""
     rows = (i * 128 + 4 * tl.arange(0, 32) + r)[:, None]
     return tl.load(x + rows * N + columns[None], mask=rows < M, other=0.0).to(tl.float32)
@@ -85,7 +85,7 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _magnitudes(x0, x1, x2, x3):
+def _top_magnitudes(x0, x1, x2, x3):
     """The largest of four, as integers."""
     first = tl.maximum(_magnitude_bits(x0), _magnitude_bits(x1))
     return tl.maximum(first, tl.maximum(_magnitude_bits(x2), _magnitude_bits(x3)))
@@ -105,7 +105,7 @@ def _scale_of_bits(top, FREE: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, scale, out, TOP: tl.constexpr):
+def _to_eight_bits(x, scale, out, TOP: tl.constexpr):
     """x * scale in the dtype of `out`, saturating; NaN stays."""
     scaled = x * scale
     clipped = tl.minimum(tl.maximum(scaled, -TOP), TOP)
@@ -113,7 +113,7 @@ def _rounded(x, scale, out, TOP: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
+def _store_fourths(
     values,
     x,
     scale,
@@ -126,7 +126,7 @@ def _store_rows(
 ):
     """Rows r, r + 4, .. of a tile times `scale`."""
     rows = (i * 128 + 4 * tl.arange(0, 32) + r)[:, None]
-    made8 = _rounded(x, scale, values, TOP)
+    made8 = _to_eight_bits(x, scale, values, TOP)
     tl.store(values + rows * N + columns[None], made8, mask=rows < M)
 
 
@@ -145,4 +145,4 @@ def _store_turned(turned, x0, x1, x2, x3, scale, i, j, PADDED: tl.constexpr, TOP
 @triton.jit
 def _word_of(x, scale, out, TOP: tl.constexpr):
     """The 8 bits of x * scale as the lowest of a word."""
-    return _rounded(x, scale, out, TOP).to(tl.uint8, bitcast=True).to(tl.int32)
+    return _to_eight_bits(x, scale, out, TOP).to(tl.uint8, bitcast=True).to(tl.int32)

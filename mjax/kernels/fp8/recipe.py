@@ -239,7 +239,7 @@ class PerTensor:
         facts = {"knows_scales": self.knows_scales, "backend": self.backend}
         return choose("quantize", dtype, shape, **facts)
 
-    def require(self, device: jax.Device) -> None:
+    def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         """Raise `UserError` for a GPU that does not multiply 8 bits; CPUs emulate XLA's matmuls."""
         capability = getattr(device, "compute_capability", None)
         if device.platform in ("gpu", "cuda") and float(capability) < 8.9:

@@ -1,4 +1,4 @@
-"""The kernel that rounds blocks both ways, in Triton's interpreter, is `round_blocks` bit for bit."""
+"""The kernels that round blocks are `round_blocks` bit for bit, in Triton's interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, round_blocks
-from tests.marks import quick, slow
+from tests.marks import quick
 from tests.triton_interpreter import interpret
 from tests.unit.kernels.test_blocks import hostile
 
