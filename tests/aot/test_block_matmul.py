@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mjax.kernels.fp8.block_recipes import Block128
+from mjax.kernels.fp8.block_recipes import Block128, TwoRoundings
 from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.weight import Weight, matmul
 from mjax.plan.absent_devices import as_on, compiler_devices
@@ -57,6 +57,23 @@ def test_products_spill_next_to_nothing(monkeypatch, capfd, dtype):
     spilled = re.findall(r"stack frame, (\d+) bytes spill stores", text)
     assert len(spilled) == len(programs) and max(map(int, spilled)) <= 16
     assert "C7510" not in text  # the compiler would have made wgmma wait for each other
+
+
+def test_a_weight_s_gradient_is_added_to_its_sum_in_place():
+    recipe = Block128()
+
+    def add(x, of_x, g, of_g, total):
+        x8, g8 = Blocks(x, of_x.T, block=(1, 128)), Blocks(g, of_g.T, block=(1, 128))
+        zeros = jnp.zeros(2)
+        both = TwoRoundings(None, x8, zeros), TwoRoundings(None, g8, zeros)
+        return recipe.weight_gradient(*both, jnp.float32, total)
+
+    x, g = (((n, M), E4M3) for n in (K, N))
+    of_x, of_g = (((M // 128, n), jnp.float32) for n in (K, N))
+    program = compiled(add, x, of_x, g, of_g, ((K, N), jnp.float32), donate_argnums=4)
+    assert program.as_text().count('custom_call_target="mosaic_gpu') == 1
+    memory = program.memory_analysis()
+    assert (memory.alias_size_in_bytes, memory.temp_size_in_bytes) == (4 * K * N, 0)
 
 
 def test_a_matmul_is_seven_calls_and_copies_nothing():

@@ -65,12 +65,33 @@ def test_every_tile_multiplies(square, tile, dtype):
     else:
         right = round_both_ways(b, FORMATS["e4m3"], False)[0]
     want = multiply_blocks(left, right, jnp.float32, 128)
-    run = jax.jit(lambda a, b: multiply_on_hopper(a, b, dtype, BlockTile(*tile)))
+    run = jax.jit(lambda a, b: multiply_on_hopper(a, b, dtype, tile=BlockTile(*tile)))
     _poison()
     got = run(left, right)
     _close(got, want, BOUND[dtype])
     _poison()
     assert bool((got == run(left, right)).all())
+
+
+def test_a_product_is_added_to_a_sum_where_it_lies():
+    from mjax.kernels.fp8.block_mosaic import multiply_on_hopper
+
+    a, b, total = (
+        jax.random.normal(key, s)
+        for key, s in zip(
+            jax.random.split(jax.random.key(1), 3),
+            ((768, 640), (896, 640), (768, 896)),
+            strict=True,
+        )
+    )
+    left, right = (round_both_ways(x, FORMATS["e4m3"], False)[0] for x in (a, b))
+    want = total + multiply_blocks(left, right, jnp.float32, 128)
+    add = jax.jit(
+        lambda a, b, total: multiply_on_hopper(a, b, jnp.float32, total), donate_argnums=2
+    )
+    program = add.lower(left, right, total).compile()
+    assert program.memory_analysis().alias_size_in_bytes == 4 * total.size
+    _close(program(left, right, jnp.copy(total)), want, BOUND[jnp.float32])
 
 
 @pytest.mark.parametrize("recipe", [Block128(), Block128("e5m2"), Block128(scales="free")])

@@ -76,12 +76,16 @@ LINES_TILE = BlockTile(256, 128, 4, cluster=2, stages=1)  # both are in blocks o
 
 @dataclass(frozen=True)
 class BlockJob:
-    """A product [lines, columns] of sums of `steps` blocks; `square`: of the right operand."""
+    """A product [lines, columns] of sums of `steps` blocks, square ones of the right operand.
+
+    adds: to what is there.
+    """
 
     lines: int
     columns: int
     steps: int
     square: bool
+    adds: bool
     tile: BlockTile
 
     @property
@@ -91,23 +95,36 @@ class BlockJob:
 
 
 def multiply_on_hopper(
-    a: Blocks, b: Blocks, dtype: jnp.dtype, tile: BlockTile | None = None
+    a: Blocks,
+    b: Blocks,
+    dtype: jnp.dtype,
+    total: jax.Array | None = None,
+    tile: BlockTile | None = None,
 ) -> jax.Array:
     """`multiply_blocks` of a [M, K] in blocks of 1 x 128 and b [N, K] in 1 x 128 or 128 x 128.
 
-    K is a multiple of 128, N one of 64, and `dtype` of 16 or 32 bits.
+    K is a multiple of 128, N one of 64, and `dtype` of 16 or 32 bits. A `total` fp32 [M, N] with
+    M a multiple of 8 is added to where it lies, any other afterwards.
     """
+    if total is not None and (total.dtype != jnp.float32 or len(total) % TMA_ROWS):
+        return total + multiply_on_hopper(a, b, dtype, tile=tile)
     m, square = len(a.values), b.block[0] > 1
     tile = tile or (SQUARE_TILE if square else LINES_TILE)
     missing = -m % TMA_ROWS
     values = jnp.pad(a.values, ((0, missing), (0, 0)))
     factors = jnp.pad(a.factors.T, ((0, 0), (0, missing)))
     of_right = b.factors if square else b.factors.T
-    job = BlockJob(m + missing, len(b.values), values.shape[1] // DEPTH, square, tile)
-    return _launch_blocks(job, values, factors, b.values, of_right, jnp.dtype(dtype))[:m]
+    sizes = m + missing, len(b.values), values.shape[1] // DEPTH
+    operands = dict(a=values, b=b.values, a_factors=factors, b_factors=of_right)
+    if total is None:
+        job, out = BlockJob(*sizes, square, False, tile), jax.ShapeDtypeStruct(sizes[:2], dtype)
+        return _launch_blocks(job, operands, out)[:m]
+    operands["out"] = jax.new_ref(total)
+    _launch_blocks(BlockJob(*sizes, square, True, tile), operands, total)
+    return jax.freeze(operands["out"])
 
 
-def _launch_blocks(job, a, a_factors, b, b_factors, dtype):
+def _launch_blocks(job, operands, out):
     """Walk over all tiles of the product; factors are [K / 128, M], [K / 128, N] or square ones."""
     tile, across = job.tile, "neighbor"
     rows, columns = (
@@ -115,8 +132,7 @@ def _launch_blocks(job, a, a_factors, b, b_factors, dtype):
     )
     total = rows * columns
     width = min(BLOCKS // tile.cluster, total)
-    operands = dict(a=a, b=b, a_factors=a_factors, b_factors=b_factors)
-    names = [*operands, "out"]
+    names = [*operands, *(() if job.adds else ("out",))]
 
     def body(*gmem, **smem):
         refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
@@ -148,8 +164,8 @@ def _launch_blocks(job, a, a_factors, b, b_factors, dtype):
     cluster = dict(cluster=(tile.cluster,), cluster_names=(across,)) if tile.cluster > 1 else {}
     run = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((job.lines, job.columns), dtype),
-        scratch_types=_ring_of_blocks(job, a.dtype, b.dtype, dtype),
+        out_type=() if job.adds else out,
+        scratch_types=_ring_of_blocks(job, operands["a"].dtype, operands["b"].dtype, out.dtype),
         grid=(width,),
         grid_names=("block",),
         num_threads=HALVES + 1,
@@ -280,7 +296,7 @@ def _write_tile(job, refs, half, totals, at):
     """
     tile, width = job.tile, SLICE_BYTES // refs.out.dtype.itemsize
     skips = len(totals) > 1 and job.columns % tile.columns  # parts before others
-    starts = range(0, tile.columns, width)
+    starts, reduction = range(0, tile.columns, width), "add" if job.adds else None
 
     def leave(number, line, column, values):
         # The last copy from this stage has read it; a tile before may have ended with any stage.
@@ -289,7 +305,8 @@ def _write_tile(job, refs, half, totals, at):
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         stage[...] = values.astype(stage.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(stage, refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)])
+        target = refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)]
+        plgpu.copy_smem_to_gmem(stage, target, reduction_op=reduction)
 
     for number, (wave, first) in enumerate(itertools.product(range(len(totals)), starts)):
         line, column = at.line + half * tile.half + wave * WAVE, at.column + first

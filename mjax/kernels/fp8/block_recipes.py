@@ -139,9 +139,11 @@ class BlockScaled:
         """[M, K] in `dtype`: the gradient times the transpose of a weight [K, N]."""
         return self._multiply(g8.plain, w8, dtype)
 
-    def weight_gradient(self, x8: TwoRoundings, g8: TwoRoundings, dtype: jnp.dtype) -> jax.Array:
-        """[K, N] in `dtype`: the transpose of x8 times the gradient."""
-        return self._multiply(x8.turned, g8.turned, dtype)
+    def weight_gradient(
+        self, x8: TwoRoundings, g8: TwoRoundings, dtype: jnp.dtype, total: jax.Array | None
+    ) -> jax.Array:
+        """[K, N] in `dtype`: the transpose of x8 times the gradient, added to a `total` if any."""
+        return self._multiply(x8.turned, g8.turned, dtype, total)
 
     def sum_dtype(self, sums: jnp.dtype, gradient: jnp.dtype) -> jnp.dtype:
         """The dtype of a weight's gradient that a running sum takes."""
@@ -173,9 +175,12 @@ class BlockScaled:
         plain = self._rows(x, role, parallel)
         return TwoRoundings(plain, self._rows(x.T, role, parallel), jnp.zeros(2))
 
-    def _multiply(self, a: Blocks, b: Blocks, dtype: jnp.dtype) -> jax.Array:
-        """The product [M, N] in `dtype` of a [M, K] and the transpose of b [N, K]."""
-        return multiply_blocks(a, b, dtype, self.promoted)
+    def _multiply(
+        self, a: Blocks, b: Blocks, dtype: jnp.dtype, total: jax.Array | None = None
+    ) -> jax.Array:
+        """The product [M, N] in `dtype` of a [M, K] and the transpose of b [N, K], added to any."""
+        made = multiply_blocks(a, b, dtype, self.promoted)
+        return made if total is None else total + made
 
     def _rows(self, x: jax.Array, role: OperandRole, parallel: Parallel) -> Blocks:
         """x [R, C] in blocks along its last axis."""
@@ -258,12 +263,14 @@ class Block128(BlockScaled):
         plain, turned = round_both_ways(x, self._format(role), self.scales == "free")
         return TwoRoundings(plain, turned, jnp.zeros(2))
 
-    def _multiply(self, a: Blocks, b: Blocks, dtype: jnp.dtype) -> jax.Array:
+    def _multiply(
+        self, a: Blocks, b: Blocks, dtype: jnp.dtype, total: jax.Array | None = None
+    ) -> jax.Array:
         if self.gradient_kernel(dtype, (*a.values.shape, len(b.values))).name == "xla":
-            return super()._multiply(a, b, dtype)
+            return super()._multiply(a, b, dtype, total)
         from mjax.kernels.fp8.block_mosaic import multiply_on_hopper
 
-        return multiply_on_hopper(a, b, dtype)
+        return multiply_on_hopper(a, b, dtype, total)
 
     def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
         """The kernels that round a matrix [M, N], or multiply so, of sizes (M, K, N)."""

@@ -27,7 +27,7 @@ def round_lines_both_ways(
     Rows from M on are zeros. TOP: the largest number. FREE: scales are any numbers, else powers of
     two.
     """
-    i, j = tl.program_id(0) // (N // 128), tl.program_id(0) % (N // 128)
+    i, j = _tile_of_64_bits(N)
     columns = j * 128 + tl.arange(0, 128)
     x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
     x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
@@ -55,7 +55,7 @@ def round_squares(
     TOP: tl.constexpr,
 ):
     """x [M, N] in blocks of 128 x 128, or its transpose if TURNED: `values`, and a factor each."""
-    i, j = tl.program_id(0) // (N // 128), tl.program_id(0) % (N // 128)
+    i, j = _tile_of_64_bits(N)
     columns = j * 128 + tl.arange(0, 128)
     x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
     x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
@@ -69,6 +69,13 @@ def round_squares(
         for r in tl.static_range(4):
             part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
             _store_fourths(values, part, scale, i, columns, r, M, N, TOP)
+
+
+@triton.jit
+def _tile_of_64_bits(N: tl.constexpr):
+    """(which down, which across) this program's tile is; offsets pass 2**31."""
+    program = tl.program_id(0).to(tl.int64)
+    return program // (N // 128), program % (N // 128)
 
 
 @triton.jit

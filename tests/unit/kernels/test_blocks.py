@@ -182,7 +182,7 @@ def test_what_is_not_finite_stays_so(recipe, bad):
     for y in (
         recipe.product(x8, w8, 0, scales, jnp.float32),
         recipe.input_gradient(g8, w8, scales, jnp.float32),
-        recipe.weight_gradient(one, g8, jnp.float32),
+        recipe.weight_gradient(one, g8, jnp.float32, None),
     ):
         assert not np.isfinite(np.asarray(y)).all()
 

@@ -10,7 +10,7 @@ import pytest
 
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.mosaic_interpreter import interpreted
 
 SQUARE, ROW = (128, 128), (1, 128)
@@ -34,20 +34,35 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("m", "k", "n", "block", "tile"), quick(CASES, 0, 1))
+@pytest.mark.parametrize(("m", "k", "n", "block", "tile"), quick(CASES, 5))
 def test_kernel_equals_the_plain_version(monkeypatch, m, k, n, block, tile):
+    """In fp32, alone and added to a sum; and rounded to bf16.
+
+    Sums of 128 terms are XLA's in both, and scales are powers of two: the bits are equal.
+    """
     a, b = rounded(0, (m, k), ROW), rounded(1, (n, k), block)
-    agree(monkeypatch, a, b, tile)
-
-
-def agree(monkeypatch, a, b, tile, bound=2e-6, dtype=jnp.float32):
-    """Sums of 128 terms are XLA's in both, and scales are powers of two: the bits are equal."""
+    total = jax.random.normal(jax.random.key(2), (m, n)) if m % 8 == 0 else None
     with interpreted(monkeypatch, races=True):
         from mjax.kernels.fp8 import block_mosaic as mosaic
 
         monkeypatch.setattr(mosaic, "BLOCKS", 2)
-        got = mosaic.multiply_on_hopper(a, b, dtype, mosaic.BlockTile(*tile))
-    want = multiply_blocks(a, b, dtype, 128)
-    assert got.shape == want.shape and got.dtype == want.dtype
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
-    np.testing.assert_allclose(got, want, rtol=bound, atol=bound * np.abs(want).max())
+        tile = mosaic.BlockTile(*tile)
+        got = mosaic.multiply_on_hopper(a, b, jnp.float32, total, tile)
+        narrow = mosaic.multiply_on_hopper(a, b, jnp.bfloat16, tile=tile)
+    want = multiply_blocks(a, b, jnp.float32, 128)
+    np.testing.assert_array_equal(narrow, want.astype(jnp.bfloat16))
+    want = want if total is None else total + want
+    assert got.shape == (m, n) and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+
+
+@slow
+def test_free_scales_and_both_formats(monkeypatch):
+    a = rounded(0, (64, 256), ROW, blocks.free_scales, "e5m2")
+    b = rounded(1, (128, 256), ROW, blocks.free_scales)
+    with interpreted(monkeypatch, races=True):
+        from mjax.kernels.fp8 import block_mosaic as mosaic
+
+        got = mosaic.multiply_on_hopper(a, b, jnp.float32)
+    want = multiply_blocks(a, b, jnp.float32, 128)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
