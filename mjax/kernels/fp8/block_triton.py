@@ -36,11 +36,11 @@ def round_lines_both_ways(
         scale, factor = _scale_of_bits(tl.max(_magnitude_bits(part), 1), FREE, TOP)
         rows = i * 128 + 4 * tl.arange(0, 32) + r
         tl.store(factors + j * M + rows, factor, mask=rows < M)
-        _store_fourths(values, part, scale[:, None], i, columns, r, M, N, TOP)
+        _store_fourths(values, part, scale[:, None], i, columns, r, M, N)
     top = tl.max(_top_magnitudes(x0, x1, x2, x3), 0)
     scale, factor = _scale_of_bits(top, FREE, TOP)
     tl.store(turned_factors + i * N + columns, factor)
-    _store_turned(turned, x0, x1, x2, x3, scale[None], i, j, PADDED, TOP)
+    _store_turned(turned, x0, x1, x2, x3, scale[None], i, j, PADDED)
 
 
 @triton.jit
@@ -63,12 +63,12 @@ def round_squares(
     scale, factor = _scale_of_bits(top, FREE, TOP)
     if TURNED:
         tl.store(factors + j * (M // 128) + i, factor)
-        _store_turned(values, x0, x1, x2, x3, scale, i, j, M, TOP)
+        _store_turned(values, x0, x1, x2, x3, scale, i, j, M)
     else:
         tl.store(factors + i * (N // 128) + j, factor)
         for r in tl.static_range(4):
             part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
-            _store_fourths(values, part, scale, i, columns, r, M, N, TOP)
+            _store_fourths(values, part, scale, i, columns, r, M, N)
 
 
 @triton.jit
@@ -101,22 +101,20 @@ def _top_magnitudes(x0, x1, x2, x3):
 @triton.jit
 def _scale_of_bits(top, FREE: tl.constexpr, TOP: tl.constexpr):
     """The scale for a largest magnitude, and its inverse, which is NaN if that is not finite."""
-    amax = top.to(tl.float32, bitcast=True)
     is_finite = top < 0x7F800000
-    scale = tl.minimum(tl.div_rn(amax * 0 + TOP, amax), 3.4028234663852886e38)
-    scale = tl.where((top > 0) & is_finite, scale, 1.0)
-    if not FREE:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    factor = tl.div_rn(scale * 0 + 1.0, scale)
+    if FREE:
+        amax = top.to(tl.float32, bitcast=True)
+        scale = tl.minimum(tl.div_rn(amax * 0 + TOP, amax), 3.4028234663852886e38)
+        scale = tl.where((top > 0) & is_finite, scale, 1.0)
+        factor = tl.div_rn(scale * 0 + 1.0, scale)
+    else:  # the largest numbers are 1.75 * 2**8 and 1.75 * 2**15: exponents say all
+        exponent: tl.constexpr = 8 if TOP == 448.0 else 15
+        power = 254 + exponent - (top >> 23) - ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
+        power = tl.where((top > 0) & is_finite, tl.minimum(power, 254), 127)
+        scale = (power << 23).to(tl.float32, bitcast=True)
+        inverse = tl.where(power == 254, 0x400000, (254 - power) << 23)
+        factor = inverse.to(tl.float32, bitcast=True)
     return scale, tl.where(is_finite, factor, float("nan"))
-
-
-@triton.jit
-def _to_eight_bits(x, scale, out, TOP: tl.constexpr):
-    """x * scale in the dtype of `out`, saturating; NaN stays."""
-    scaled = x * scale
-    clipped = tl.minimum(tl.maximum(scaled, -TOP), TOP)
-    return tl.where(scaled == scaled, clipped, scaled).to(out.dtype.element_ty)
 
 
 @triton.jit
@@ -129,20 +127,19 @@ def _store_fourths(
     r: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    TOP: tl.constexpr,
 ):
     """Rows r, r + 4, .. of a tile times `scale`."""
     rows = (i * 128 + 4 * tl.arange(0, 32) + r)[:, None]
-    made8 = _to_eight_bits(x, scale, values, TOP)
+    made8 = (x * scale).to(values.dtype.element_ty)  # which saturates
     tl.store(values + rows * N + columns[None], made8, mask=rows < M)
 
 
 @triton.jit
-def _store_turned(turned, x0, x1, x2, x3, scale, i, j, PADDED: tl.constexpr, TOP: tl.constexpr):
+def _store_turned(turned, x0, x1, x2, x3, scale, i, j, PADDED: tl.constexpr):
     """Four rows' bytes a word [32, 128], turned, into `turned` [N, PADDED] of bytes."""
-    word = _word_of(x0, scale, turned, TOP) | (_word_of(x1, scale, turned, TOP) << 8)
-    word |= _word_of(x2, scale, turned, TOP) << 16
-    word |= _word_of(x3, scale, turned, TOP) << 24
+    word = _word_of(x0, scale, turned) | (_word_of(x1, scale, turned) << 8)
+    word |= _word_of(x2, scale, turned) << 16
+    word |= _word_of(x3, scale, turned) << 24
     words = turned.to(tl.pointer_type(tl.int32), bitcast=True)
     lines = (j * 128 + tl.arange(0, 128))[:, None]
     places = lines * (PADDED // 4) + (i * 32 + tl.arange(0, 32))[None]
@@ -150,6 +147,7 @@ def _store_turned(turned, x0, x1, x2, x3, scale, i, j, PADDED: tl.constexpr, TOP
 
 
 @triton.jit
-def _word_of(x, scale, out, TOP: tl.constexpr):
+def _word_of(x, scale, out):
     """The 8 bits of x * scale as the lowest of a word."""
-    return _to_eight_bits(x, scale, out, TOP).to(tl.uint8, bitcast=True).to(tl.int32)
+    made8 = (x * scale).to(out.dtype.element_ty)
+    return made8.to(tl.uint8, bitcast=True).to(tl.int32)
