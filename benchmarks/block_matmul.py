@@ -1,8 +1,9 @@
 """`python -m benchmarks.block_matmul [--shape M,K,N]`: products of 128-blocks on a Hopper GPU.
 
-TFLOP/s of several tiles with operands ready, each checked against the product in plain JAX; the
-rates of the kernels that round; and the three products of a matmul with all roundings, beside those
-of bf16. A tile that does not compile or run says so in its row.
+TFLOP/s of several tiles with operands ready, each checked against the product in plain JAX, forward
+also with a factor for each column of the weight; the rates of the kernels that round; and the three
+products of a matmul with all roundings, beside those of bf16. What does not compile or run says so
+in its row.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from mjax.bench.report import launch_ms
 from mjax.bench.work import draw
 from mjax.errors import UserError, read_numbers, run_cli
 from mjax.kernels.base import chooser
+from mjax.kernels.fp8 import block_rounding
 from mjax.kernels.fp8.block_recipes import Block128
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
-from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks
+from mjax.kernels.fp8.blocks import FORMATS, Blocks, multiply_blocks
 from mjax.models.base.weight import Weight, matmul
 
 # lines, columns, slots, tiles of a band, blocks of a cluster, stages
@@ -55,22 +57,36 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("benchmarks.block_matmul: needs a Hopper GPU and jax >= 0.11")
     m, k, n = shape
     x, w, g = draw((m, k)), draw((k, n), 1), draw((m, n), 2)
-    both = jax.jit(partial(round_both_ways, to=E4M3, free=False))
+    both_ways = partial(round_both_ways, to=E4M3)
+    both = jax.jit(partial(both_ways, free=False))
     square = partial(round_square, to=E4M3, free=False)
     (x8, x8_turned), (_, g8_turned) = both(x), both(g)
     w8 = jax.jit(partial(square, turned=True))(w)
     flops = 2.0 * m * k * n
     print(f"{m} x {k} x {n}, {jax.devices()[0].device_kind}: TFLOP/s (error of the norm)")
     measure_tiles("forward", SQUARE, (x8, w8), jnp.bfloat16, flops, args.samples)
+    by_column = Blocks(w8.values, jnp.repeat(w8.factors, 128, 0), block=(1, 128))
+    measure_tiles("by column", LINES[:3], (x8, by_column), jnp.bfloat16, flops, args.samples)
     measure_tiles("d_weight", LINES, (x8_turned, g8_turned), jnp.float32, flops, args.samples)
-    moved = {"both ways, x": (both, x), "both ways, g": (both, g)}
-    moved |= {f"square, turned={t}": (jax.jit(partial(square, turned=t)), w) for t in (True, False)}
-    for name, (rounding, value) in moved.items():
-        ms = launch_ms(partial(rounding, value), args.samples)
-        passes = 2 + (2 if "both" in name else 1)
-        print(f"round {name:20} {passes * value.size / ms / 1e6:7.0f} GB/s  {ms:.3f} ms")
+    for warps in (4, 8, 16):
+        block_rounding._WARPS_OF_TILE = warps
+        measure_rounding(f"both ways, {warps} warps", partial(both_ways, free=False), x, 4, args)
+        turned = partial(square, turned=True)
+        measure_rounding(f"square, turned, {warps} warps", turned, w, 3, args)
+    block_rounding._WARPS_OF_TILE = 8
     measure_layer(x, w, g, 3 * flops, args.samples)
     return 0
+
+
+def measure_rounding(name, rounding, value, bytes_of_element, args) -> None:
+    """Print the rate of a kernel that rounds."""
+    try:
+        program = jax.jit(lambda value: rounding(value)).lower(value).compile()
+        ms = launch_ms(partial(program, value), args.samples)
+        rate = bytes_of_element * value.size / ms / 1e6
+        print(f"round {name:26} {rate:7.0f} GB/s  {ms:.3f} ms", flush=True)
+    except Exception as error:
+        print(f"round {name:26} {type(error).__name__}: {str(error)[:100]}", flush=True)
 
 
 def measure_tiles(name, tiles, operands, dtype, flops, samples) -> None:

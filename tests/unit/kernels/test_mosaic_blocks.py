@@ -3,17 +3,24 @@
 Memory that nothing wrote is NaN there, and two threads that meet in it are found.
 """
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mjax.kernels.fp8 import blocks
+from mjax.kernels.fp8.block_recipes import Block128
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks
-from tests.marks import quick, slow
+from mjax.models.base.weight import Weight, matmul
+from tests.devices import HOPPER, choose_for
+from tests.marks import exhaustive, slow
 from tests.mosaic_interpreter import interpreted
+from tests.triton_interpreter import interpret
 
 SQUARE, ROW = (128, 128), (1, 128)
+SIZES = (77, 256), (256, 128), (77, 128)  # of x, a weight, and the gradient of y
 
 
 def rounded(seed, shape, block, rule=blocks.scales_of_powers, to="e4m3"):
@@ -30,11 +37,15 @@ CASES = [
     (520, 256, 128, SQUARE, (256, 128, 2, 1)),
     (264, 256, 384, ROW, (256, 128, 2, 16, 2)),
     (264, 384, 384, SQUARE, (128, 192, 3, 16, 2)),
-    (5, 128, 128, SQUARE, (128, 192, 4, 16, 2)),
+    (5, 256, 256, SQUARE, (128, 192, 4, 16, 2)),
 ]
+MARKS = slow, exhaustive, exhaustive, slow, exhaustive, ()
 
 
-@pytest.mark.parametrize(("m", "k", "n", "block", "tile"), quick(CASES, 5))
+@pytest.mark.parametrize(
+    ("m", "k", "n", "block", "tile"),
+    [pytest.param(*case, marks=marks) for case, marks in zip(CASES, MARKS, strict=True)],
+)
 def test_kernel_equals_the_plain_version(monkeypatch, m, k, n, block, tile):
     """In fp32, alone and added to a sum; and rounded to bf16.
 
@@ -66,3 +77,27 @@ def test_free_scales_and_both_formats(monkeypatch):
         got = mosaic.multiply_on_hopper(a, b, jnp.float32)
     want = multiply_blocks(a, b, jnp.float32, 128)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+
+
+@slow
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+def test_a_matmul_by_kernels_is_the_emulated_one(monkeypatch, gradients):
+    """Roundings, the three products and a running sum, with rows that are no whole blocks."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    x, w, g = (jax.random.normal(key, s) for key, s in zip(keys, SIZES, strict=False))
+    total = jax.random.normal(keys[3], w.shape)
+
+    def all_three(recipe):
+        w_ = Weight(w, scales=jnp.zeros(3), recipe=recipe, grad_sum=total)
+        y, pull = jax.vjp(matmul, x, w_)
+        dx, dw = pull(g)
+        return y, dx, dw.grad_sum
+
+    want = all_three(Block128(gradients))
+    names = interpret(monkeypatch)
+    choose_for(monkeypatch, HOPPER, "block_matmul")
+    with interpreted(monkeypatch, races=True):
+        got = all_three(Block128(gradients))
+    assert Counter(names) == {"round_lines_both_ways": 2, "round_squares": 2}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
