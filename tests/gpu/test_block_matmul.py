@@ -14,6 +14,7 @@ from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks
 from mjax.models.base.weight import Weight, matmul
 from tests.gpu.test_grouped_matmul import _close, _poison
 from tests.unit.kernels.test_block_rounding import RULES, draw, same
+from tests.unit.kernels.test_mosaic_blocks import varied
 
 pytestmark = pytest.mark.skipif(not chooser.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
 
@@ -56,11 +57,7 @@ def test_every_tile_multiplies(square, tile, dtype):
     from mjax.kernels.fp8.block_mosaic import BlockTile, multiply_on_hopper
 
     m, k, n = 1003, 640, 896
-    keys = jax.random.split(jax.random.key(0), 4)
-    a, b = (
-        jax.random.normal(key, s) * jnp.exp2(8 * jax.random.uniform(wide, s))
-        for key, wide, s in zip(keys[:2], keys[2:], ((m, k), (n, k)), strict=True)
-    )
+    a, b = varied(0, (m, k)), varied(1, (n, k))
     left = round_both_ways(a, FORMATS["e4m3"], False)[0]
     if square:
         right = round_square(b, FORMATS["e4m3"], False, False)
