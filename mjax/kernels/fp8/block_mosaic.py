@@ -269,7 +269,8 @@ def _scaled_sum_of_slot(job, refs, half, slot, wave, factors):
             plgpu.load(refs.of_columns.at[slot, pl.ds(n, job.chunk)], layout=_FACTORS_OF_COLUMNS)
             for n in range(0, job.tile.columns, job.chunk)
         )
-        plgpu.commit_smem()  # or TMA may write before these are read
+        # Or TMA may write before these are read: in a cluster one thread frees a slot for all.
+        plgpu.commit_smem()
         return acc[...], (of_lines, of_chunks)
 
     return pl.run_scoped(run, plgpu.ACC((WAVE, job.tile.columns), jnp.float32))
