@@ -85,7 +85,7 @@ class Trainer:
         validate(cfg, device_count=len(devices))
         for name in cfg.precision.fp8_recipes:
             if recipe := recipe_of(cfg.precision, name):
-                recipe.require(devices[0])
+                recipe.require(devices[0], cfg.precision.fp8_experts)
         if cfg.run.deterministic:
             fix_reduction_order()
         self.cfg = cfg

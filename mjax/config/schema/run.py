@@ -424,7 +424,7 @@ class PrecisionConfig(Group):
     """Overflows until the scale is halved; then each one halves it."""
     fp8: Fp8 = "none"
     """Layers multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; or by
-    those of blocks (block128, mxfp8; nvfp4 of 4 bits), which are emulated.
+    those of blocks (block128 on Hopper; mxfp8, and nvfp4 of 4 bits, which are emulated).
     """
     fp8_rules: list[RecipeRule] = []
     """Other recipes for some weights: [[pattern, recipe], ..] of roles or dotted names, * for
@@ -437,7 +437,7 @@ class PrecisionConfig(Group):
     fp8_block: int | None = Field(None, ge=1)
     """Side of the blocks of block128, if not 128."""
     fp8_emulate: bool = False
-    """Let GPUs multiply rounded blocks in plain JAX, which is slow."""
+    """Let GPUs multiply rounded blocks in plain JAX, which is slow; Hopper's block128 too."""
     fp8_evaluation: bool = True
     """Evaluate in the recipe, too; else in `compute`."""
     fp8_backend: Literal["xla", "te"] = "xla"

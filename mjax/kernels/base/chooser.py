@@ -52,6 +52,7 @@ ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an 
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+KERNEL_SIDE = 128  # of the blocks that our Hopper kernels round and multiply
 CHANNELS_ROWS, CHANNELS_INPUTS = 64, 128  # most rows of 8-bit weights' kernel; a tile of inputs
 EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -103,11 +104,12 @@ def believed(device: Device) -> Iterator[None]:
         _BELIEVED.reset(token)
 
 
-def on_hopper() -> bool:
-    """Whether the default device is a Hopper GPU, and jax has what Mosaic kernels use."""
-    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
+def on_hopper(device: jax.Device | None = None) -> bool:
+    """Whether a device, or the default one, is a Hopper GPU, and jax can use Mosaic kernels."""
+    if jax.__version_info__ < (0, 11):
         return False
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+    device = jax.devices()[0] if device is None else device
+    return str(getattr(device, "compute_capability", "")) == "9.0"
 
 
 @functools.cache
@@ -320,6 +322,19 @@ def _quantize(x: Inputs, *, knows_scales: bool, backend: str) -> Choice:
     return _elementwise("quantize", x)
 
 
+def _block_matmul(x: Inputs, *, side: int, emulates: bool) -> Choice:
+    """The kernels that round [M, K] in blocks of so many, or multiply so, of sizes (M, K, N)."""
+    if emulates:
+        return Choice("xla", "precision.fp8_emulate asks for it")
+    if not x.device.hopper:
+        return Choice("xla", "our kernels need a Hopper GPU and jax >= 0.11")
+    if not x.device.triton:
+        return Choice("xla", NO_TRITON)
+    if side != KERNEL_SIDE or any(size % side for size in x.shape[1:]):
+        return Choice("xla", f"our kernels take whole blocks of {KERNEL_SIDE}, no others")
+    return Choice("mosaic", "sums of 128 terms are scaled while others are multiplied")
+
+
 def _elementwise(op: str, x: Inputs) -> Choice:
     """The rules that our kernels of one pass over their inputs have in common."""
     size = math.prod(x.shape)
@@ -463,6 +478,7 @@ RULES = {
     "activated_matmul": _activated_matmul,
     "adam_row": _adam_row,
     "attention": _attention,
+    "block_matmul": _block_matmul,
     "causal_conv": _causal_conv,
     "experts": _experts,
     "gated_delta": _gated_delta,

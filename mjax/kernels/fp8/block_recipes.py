@@ -11,7 +11,8 @@ time from the unrounded tensor: along features for the forward product and the g
 input, along tokens for the gradient of the weight. A weight in square blocks is rounded once, one
 in rows of blocks twice. Weights travel in the dtype of the computation and are rounded by each
 matmul. Invariant: the rounding is that of the device which has such products; the products are
-those of the rounded numbers, in plain JAX. Source: Transformer Engine 2.20 (common/recipe).
+those of the rounded numbers, in plain JAX, or for 128-blocks on Hopper by our kernels. Source:
+Transformer Engine 2.20 (common/recipe).
 """
 
 import logging
@@ -22,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import Choice
+from mjax.kernels.base.chooser import KERNEL_SIDE, Choice, choose, has_triton, on_hopper
+from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import (
     FORMATS,
     Blocks,
@@ -103,8 +105,7 @@ class BlockScaled:
 
     def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> TwoRoundings:
         """Rounds x [M, K] for the forward product and for the weight's gradient."""
-        plain = self._rows(x, "input", parallel)
-        return TwoRoundings(plain, self._rows(x.T, "input", parallel), jnp.zeros(2))
+        return self._both_ways(x, "input", parallel)
 
     def kept_input(self, x8: TwoRoundings) -> TwoRoundings:
         """The part of a rounded input that the backward reads."""
@@ -124,24 +125,25 @@ class BlockScaled:
         places: GradientPlaces | None = None,
     ) -> TwoRoundings:
         """Rounds the gradient g [M, N] of y for both products of the backward."""
-        plain = self._rows(g, "gradient", parallel)
-        return TwoRoundings(plain, self._rows(g.T, "gradient", parallel), jnp.zeros(2))
+        return self._both_ways(g, "gradient", parallel)
 
     def product(
         self, x8: TwoRoundings, w8: Blocks, contracted: int, scales: jax.Array, dtype: jnp.dtype
     ) -> jax.Array:
         """[M, N] in `dtype`: x8 [M, K] times a weight that was rounded for it, [N, K]."""
-        return multiply_blocks(x8.plain, w8, dtype, self.promoted)
+        return self._multiply(x8.plain, w8, dtype)
 
     def input_gradient(
         self, g8: TwoRoundings, w8: Blocks, scales: jax.Array, dtype: jnp.dtype
     ) -> jax.Array:
         """[M, K] in `dtype`: the gradient times the transpose of a weight [K, N]."""
-        return multiply_blocks(g8.plain, w8, dtype, self.promoted)
+        return self._multiply(g8.plain, w8, dtype)
 
-    def weight_gradient(self, x8: TwoRoundings, g8: TwoRoundings, dtype: jnp.dtype) -> jax.Array:
-        """[K, N] in `dtype`: the transpose of x8 times the gradient."""
-        return multiply_blocks(x8.turned, g8.turned, dtype, self.promoted)
+    def weight_gradient(
+        self, x8: TwoRoundings, g8: TwoRoundings, dtype: jnp.dtype, total: jax.Array | None
+    ) -> jax.Array:
+        """[K, N] in `dtype`: the transpose of x8 times the gradient, added to a `total` if any."""
+        return self._multiply(x8.turned, g8.turned, dtype, total)
 
     def sum_dtype(self, sums: jnp.dtype, gradient: jnp.dtype) -> jnp.dtype:
         """The dtype of a weight's gradient that a running sum takes."""
@@ -161,12 +163,24 @@ class BlockScaled:
         """Weights [E, K, N] as a product over an axis of each reads them: numbers."""
 
         def one(matrix: jax.Array) -> jax.Array:
-            numbers = self.round_weight(matrix, None, contracted).numbers()
+            numbers = BlockScaled.round_weight(self, matrix, None, contracted).numbers()
             return (numbers.T if contracted == 0 else numbers).astype(value.dtype)
 
         return jax.vmap(one)(value)
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    def _both_ways(self, x: jax.Array, role: OperandRole, parallel: Parallel) -> TwoRoundings:
+        """x [M, C] in blocks along its last axis, and its transpose so."""
+        plain = self._rows(x, role, parallel)
+        return TwoRoundings(plain, self._rows(x.T, role, parallel), jnp.zeros(2))
+
+    def _multiply(
+        self, a: Blocks, b: Blocks, dtype: jnp.dtype, total: jax.Array | None = None
+    ) -> jax.Array:
+        """The product [M, N] in `dtype` of a [M, K] and the transpose of b [N, K], added to any."""
+        made = multiply_blocks(a, b, dtype, self.promoted)
+        return made if total is None else total + made
 
     def _rows(self, x: jax.Array, role: OperandRole, parallel: Parallel) -> Blocks:
         """x [R, C] in blocks along its last axis."""
@@ -211,12 +225,12 @@ class BlockScaled:
         """The kernel that rounds a gradient [M, N] and its transpose."""
         return Choice("xla", f"{self.name} is emulated")
 
-    def require(self, device: jax.Device) -> None:
+    def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         """Raise `UserError` for a GPU, unless it may emulate; CPUs always do."""
         if device.platform != "cpu" and not self.emulates:
             raise UserError(
                 f"precision.fp8={self.name}: {device.device_kind} has no kernels of it here "
-                f"(products in hardware need {self.hardware}, and are not built); set "
+                f"(products in hardware need {self.hardware}); set "
                 "precision.fp8_emulate=true to multiply the rounded numbers in plain JAX, slower "
                 "than precision.fp8=none, or precision.fp8=delayed"
             )
@@ -236,7 +250,40 @@ class Block128(BlockScaled):
     own_side: ClassVar[int] = 128
     square: ClassVar[bool] = True
     promoted: ClassVar[int | None] = 128
-    hardware: ClassVar[str] = "Hopper"
+    hardware: ClassVar[str] = "Hopper, jax >= 0.11, jax-triton and blocks of 128"
+
+    def round_weight(self, value: jax.Array, scales: jax.Array, contracted: int) -> Blocks:
+        if self.gradient_kernel(value.dtype, (1, *value.shape)).name == "xla":
+            return super().round_weight(value, scales, contracted)
+        return round_square(value, self._format("weight"), self.scales == "free", contracted == 0)
+
+    def _both_ways(self, x: jax.Array, role: OperandRole, parallel: Parallel) -> TwoRoundings:
+        if self.gradient_kernel(x.dtype, x.shape).name == "xla":
+            return super()._both_ways(x, role, parallel)
+        plain, turned = round_both_ways(x, self._format(role), self.scales == "free")
+        return TwoRoundings(plain, turned, jnp.zeros(2))
+
+    def _multiply(
+        self, a: Blocks, b: Blocks, dtype: jnp.dtype, total: jax.Array | None = None
+    ) -> jax.Array:
+        if self.gradient_kernel(dtype, (*a.values.shape, len(b.values))).name == "xla":
+            return super()._multiply(a, b, dtype, total)
+        from mjax.kernels.fp8.block_mosaic import multiply_on_hopper
+
+        return multiply_on_hopper(a, b, dtype, total)
+
+    def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
+        """The kernels that round a matrix [M, N], or multiply so, of sizes (M, K, N)."""
+        return choose("block_matmul", dtype, shape, side=self.side, emulates=self.emulates)
+
+    def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
+        if self.emulates or self.side != KERNEL_SIDE or not (on_hopper(device) and has_triton()):
+            super().require(device, rounds_experts)
+        elif rounds_experts:
+            raise UserError(
+                "precision.fp8_experts: block128 has no kernels for experts on GPUs; set it to "
+                "false, or precision.fp8_emulate=true, which is slow"
+            )
 
 
 @dataclass(frozen=True)
@@ -246,7 +293,7 @@ class MxFp8(BlockScaled):
     name: ClassVar[str] = "mxfp8"
     own_side: ClassVar[int] = 32
     square: ClassVar[bool] = False
-    hardware: ClassVar[str] = "Blackwell"
+    hardware: ClassVar[str] = "Blackwell, and are not built"
 
     @property
     def _rule(self) -> ScaleRule:
@@ -260,7 +307,7 @@ class NvFp4(BlockScaled):
     name: ClassVar[str] = "nvfp4"
     own_side: ClassVar[int] = SIDE_OF_16
     square: ClassVar[bool] = True
-    hardware: ClassVar[str] = "Blackwell"
+    hardware: ClassVar[str] = "Blackwell, and are not built"
     needs_places: ClassVar[bool] = True
 
     def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> TwoRoundings:

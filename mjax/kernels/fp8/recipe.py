@@ -150,11 +150,13 @@ class PerTensor:
         operands = g8.used[0], scales[1]
         return dot8(g8.values, w8, (1, 1), operands, dtype, precise=True, backend=self.backend)
 
-    def weight_gradient(self, x8: Rounded8, g8: Gradient8, dtype: jnp.dtype) -> jax.Array:
-        """[K, N] in `dtype`: the transpose of x8 times the gradient."""
-        axes, operands = (0, 1), (x8.used[0], g8.used[0])
-        backend = self.backend
-        return dot8(x8.values, g8.transposed, axes, operands, dtype, precise=True, backend=backend)
+    def weight_gradient(
+        self, x8: Rounded8, g8: Gradient8, dtype: jnp.dtype, total: jax.Array | None
+    ) -> jax.Array:
+        """[K, N] in `dtype`: the transpose of x8 times the gradient, added to a `total` if any."""
+        operands, how = (x8.used[0], g8.used[0]), {"precise": True, "backend": self.backend}
+        made = dot8(x8.values, g8.transposed, (0, 1), operands, dtype, **how)
+        return made if total is None else total + made
 
     def sum_dtype(self, sums: jnp.dtype, gradient: jnp.dtype) -> jnp.dtype:
         """The dtype of a weight's gradient that a running sum takes."""
@@ -239,7 +241,7 @@ class PerTensor:
         facts = {"knows_scales": self.knows_scales, "backend": self.backend}
         return choose("quantize", dtype, shape, **facts)
 
-    def require(self, device: jax.Device) -> None:
+    def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         """Raise `UserError` for a GPU that does not multiply 8 bits; CPUs emulate XLA's matmuls."""
         capability = getattr(device, "compute_capability", None)
         if device.platform in ("gpu", "cuda") and float(capability) < 8.9:

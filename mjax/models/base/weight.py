@@ -269,9 +269,9 @@ def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tupl
     w8 = backward_operand(w)
     dx = recipe.input_gradient(g8, w8, w.scales, g.dtype)
 
-    def product(dtype: jnp.dtype) -> jax.Array:
+    def product(dtype: jnp.dtype, total: jax.Array | None) -> jax.Array:
         dtype = recipe.sum_dtype(dtype, g.dtype)
-        return recipe.weight_gradient(x8, g8, dtype)
+        return recipe.weight_gradient(x8, g8, dtype, total)
 
     seen = x8.used[1], g8.used[1]
     cotangent = cotangent_fp8(w, product, g.dtype, seen)
@@ -309,11 +309,11 @@ def kept_for_backward(w: Weight) -> Weight:
 
 def cotangent_fp8(
     w: Weight,
-    product: Callable[[jnp.dtype], jax.Array],
+    product: Callable[..., jax.Array],
     dtype: jnp.dtype,
     seen: tuple[jax.Array, jax.Array],
 ) -> Weight:
-    """The cotangent of `w` from its gradient as a `product` in a given dtype.
+    """The cotangent of `w` from its gradient: a `product` in a given dtype, added to a sum if any.
 
     `dtype` is that of a gradient which no sum takes. `seen` holds the maxima of x and of the
     gradient of y.
@@ -322,8 +322,10 @@ def cotangent_fp8(
     maxima = jnp.stack([seen_x, jnp.zeros_like(seen_x), seen_g])
     cotangent = replace(w, value=None, bits=None, transposed=None, places=None, scales=maxima)
     if w.grad_sum is None:
-        return replace(cotangent, value=product(dtype))
-    return replace(cotangent, grad_sum=w.grad_sum + product(w.grad_sum.dtype))
+        value = product(dtype, None)
+        return replace(cotangent, value=value)
+    total = product(w.grad_sum.dtype, w.grad_sum)
+    return replace(cotangent, grad_sum=total)
 
 
 # ---- trees of weights and arrays ---------------------------------------------------------------

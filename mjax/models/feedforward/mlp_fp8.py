@@ -117,7 +117,8 @@ def _weight_cotangent(
     """The cotangent of `w` from transposed x8 [K, M], g8 [N, M] and the maxima `seen`."""
     scales = w.scales[0], w.scales[2]
 
-    def product(dtype: jnp.dtype) -> jax.Array:
-        return dot8(x8, g8, (1, 1), scales, dtype, precise=True)
+    def product(dtype: jnp.dtype, total: jax.Array | None) -> jax.Array:
+        made = dot8(x8, g8, (1, 1), scales, dtype, precise=True)
+        return made if total is None else total + made
 
     return cotangent_fp8(w, product, dtype, seen)

@@ -8,10 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mjax.errors import UserError
+from mjax.kernels.base.chooser import has_triton
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_recipes import Block128, MxFp8, NvFp4
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks, round_to_format
 from mjax.kernels.fp8.four_bits import GradientPlaces, hadamard_matrix, mix_tokens, round_four_bits
+from mjax.plan.absent_devices import StandIn
 from mjax.sharding.collectives import LOCAL
 from tests.marks import quick, slow
 
@@ -179,7 +182,7 @@ def test_what_is_not_finite_stays_so(recipe, bad):
     for y in (
         recipe.product(x8, w8, 0, scales, jnp.float32),
         recipe.input_gradient(g8, w8, scales, jnp.float32),
-        recipe.weight_gradient(one, g8, jnp.float32),
+        recipe.weight_gradient(one, g8, jnp.float32, None),
     ):
         assert not np.isfinite(np.asarray(y)).all()
 
@@ -284,3 +287,25 @@ def test_mxfp4_fits_blocks_of_128_without_loss():
     w = (values * np.repeat(scales, 32, 1)).astype(np.float32)
     made = round_blocks(jnp.asarray(w), (128, 128), blocks.scales_of_powers, FORMATS["e4m3"])
     np.testing.assert_array_equal(np.asarray(made.numbers()), w)
+
+
+def test_gpus_without_kernels_are_refused():
+    """Hopper has them for blocks of 128, others for none."""
+    hopper, blackwell = (StandIn(0, 0, "NVIDIA", c) for c in ("9.0", "10.0"))
+    refused = [(Block128(), blackwell), (MxFp8(), hopper), (Block128(block=32), hopper)]
+    for recipe, device in refused:
+        with pytest.raises(UserError, match=f"{recipe.name}: NVIDIA has no kernels of it here"):
+            recipe.require(device)
+    for recipe in (Block128(emulates=True), MxFp8(emulates=True)):
+        recipe.require(blackwell)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11) or not has_triton(), reason="needs jax >= 0.11 and jax-triton"
+)
+def test_hopper_multiplies_blocks_but_not_those_of_experts():
+    hopper = StandIn(0, 0, "NVIDIA", "9.0")
+    Block128().require(hopper)
+    with pytest.raises(UserError, match="block128 has no kernels for experts"):
+        Block128().require(hopper, rounds_experts=True)
+    Block128(emulates=True).require(hopper, rounds_experts=True)

@@ -34,8 +34,19 @@ OF_TE = {"knows_scales": True, "backend": "te"}
 FP8_EXPERTS = {"asked": "auto", "eight_bits": True}
 BARE = Device("gpu", triton=False)
 
+OF_128, OF_32 = ({"side": side, "emulates": False} for side in (128, 32))
+ASKS = {"side": 128, "emulates": True}
+HALF_BLOCK = (5, 192, 256)
+
 # op, dtype, shape, device, facts, the implementation, a word of why
 TABLE = [
+    ("block_matmul", "bfloat16", (5, 4096, 1024), HOPPER, OF_128, "mosaic", "128 terms"),
+    ("block_matmul", "bfloat16", (5, 4096), HOPPER, OF_128, "mosaic", "128 terms"),
+    ("block_matmul", "bfloat16", (5, 4096), HOPPER, ASKS, "xla", "fp8_emulate"),
+    ("block_matmul", "bfloat16", (5, 4096), CPU, OF_128, "xla", "Hopper"),
+    ("block_matmul", "bfloat16", (5, 4096), GPU, OF_128, "xla", "Hopper"),
+    ("block_matmul", "bfloat16", (5, 4096), HOPPER, OF_32, "xla", "blocks of 128"),
+    ("block_matmul", "bfloat16", HALF_BLOCK, HOPPER, OF_128, "xla", "whole blocks"),
     ("channels8", "bfloat16", (64, 4096, 1024), CPU, {}, "xla", "Hopper"),
     ("channels8", "bfloat16", (64, 4096, 1024), GPU, {}, "xla", "Hopper"),
     ("channels8", "bfloat16", (64, 4096, 1024), HOPPER, {}, "triton", "once"),
@@ -227,8 +238,9 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    # No block calls grouped_matmul yet, nf4 is for adapters only, and others are for serving.
+    # No block calls grouped_matmul yet, nf4 is for adapters only, block_matmul for a recipe, and
+    # others are for serving.
     serving = {"paged_attention", "channels8"}
-    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4"} - serving)
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4", "block_matmul"} - serving)
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")

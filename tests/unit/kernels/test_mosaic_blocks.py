@@ -1,0 +1,107 @@
+"""The Hopper kernel of block-scaled products in Pallas' interpreter, against the plain version.
+
+Memory that nothing wrote is NaN there, and two threads that meet in it are found.
+"""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.kernels.fp8 import blocks
+from mjax.kernels.fp8.block_recipes import Block128
+from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks
+from mjax.models.base.weight import Weight, matmul
+from tests.devices import HOPPER, choose_for
+from tests.marks import exhaustive, slow
+from tests.mosaic_interpreter import interpreted
+from tests.triton_interpreter import interpret
+
+SQUARE, ROW = (128, 128), (1, 128)
+SIZES = (77, 256), (256, 128), (77, 128)  # of x, a weight, and the gradient of y
+
+
+def varied(seed, shape):
+    """Random numbers whose blocks, and rows, are of many binades."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    grid = [-(-n // 64) for n in shape]
+    powers = jnp.kron(jax.random.randint(keys[1], grid, -6, 6), jnp.ones((64, 64), jnp.int32))
+    powers = powers[: shape[0], : shape[1]] + jax.random.randint(keys[2], (shape[0], 1), -2, 2)
+    return jax.random.normal(keys[0], shape) * jnp.exp2(powers.astype(jnp.float32))
+
+
+def rounded(seed, shape, block, rule=blocks.scales_of_powers, to="e4m3"):
+    return round_blocks(varied(seed, shape), block, rule, FORMATS[to], exact=False)
+
+
+# M, K, N, blocks of the right operand, (lines, columns, slots, band, cluster) of a tile
+CASES = [
+    (200, 384, 384, SQUARE, (128, 192, 2, 2)),
+    (136, 384, 256, ROW, (128, 128, 2, 16)),
+    (520, 256, 128, SQUARE, (256, 128, 2, 1)),
+    (264, 256, 384, ROW, (256, 128, 2, 16, 2)),
+    (264, 384, 384, SQUARE, (128, 192, 3, 16, 2)),
+    (5, 256, 256, SQUARE, (128, 192, 4, 16, 2)),
+]
+MARKS = slow, exhaustive, exhaustive, slow, exhaustive, ()
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "block", "tile"),
+    [pytest.param(*case, marks=marks) for case, marks in zip(CASES, MARKS, strict=True)],
+)
+def test_kernel_equals_the_plain_version(monkeypatch, m, k, n, block, tile):
+    """Added to a sum in fp32, or rounded to bf16 where rows are no multiple of 8.
+
+    Sums of 128 terms are XLA's in both, and scales are powers of two: the bits are equal.
+    """
+    a, b = rounded(0, (m, k), ROW), rounded(1, (n, k), block)
+    want = multiply_blocks(a, b, jnp.float32, 128)
+    total = varied(2, (m, n)) if m % 8 == 0 else None
+    dtype = jnp.bfloat16 if total is None else jnp.float32
+    with interpreted(monkeypatch, races=True):
+        from mjax.kernels.fp8 import block_mosaic as mosaic
+
+        monkeypatch.setattr(mosaic, "BLOCKS", 2)
+        got = mosaic.multiply_on_hopper(a, b, dtype, total, mosaic.BlockTile(*tile))
+    want = want.astype(dtype) if total is None else total + want
+    assert got.shape == (m, n) and got.dtype == dtype
+    np.testing.assert_array_equal(got, want)
+
+
+@slow
+def test_free_scales_and_both_formats(monkeypatch):
+    a = rounded(0, (64, 256), ROW, blocks.free_scales, "e5m2")
+    b = rounded(1, (128, 256), ROW, blocks.free_scales)
+    with interpreted(monkeypatch, races=True):
+        from mjax.kernels.fp8 import block_mosaic as mosaic
+
+        got = mosaic.multiply_on_hopper(a, b, jnp.float32)
+    want = multiply_blocks(a, b, jnp.float32, 128)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+
+
+@slow
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+def test_a_matmul_by_kernels_is_the_emulated_one(monkeypatch, gradients):
+    """Roundings, the three products and a running sum, with rows that are no whole blocks."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    x, w, g = (jax.random.normal(key, s) for key, s in zip(keys, SIZES, strict=False))
+    total = jax.random.normal(keys[3], w.shape)
+
+    def all_three(recipe):
+        w_ = Weight(w, scales=jnp.zeros(3), recipe=recipe, grad_sum=total)
+        y, pull = jax.vjp(matmul, x, w_)
+        dx, dw = pull(g)
+        return y, dx, dw.grad_sum
+
+    want = all_three(Block128(gradients))
+    names = interpret(monkeypatch)
+    choose_for(monkeypatch, HOPPER, "block_matmul")
+    with interpreted(monkeypatch, races=True):
+        got = all_three(Block128(gradients))
+    assert Counter(names) == {"round_lines_both_ways": 2, "round_squares": 2}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
