@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "reinforce": Command("train a policy on rewards of its answers", "mjax.post.reinforce"),
     "distill": Command("train a student on a teacher", "mjax.post.distill"),
     "prune": Command("make a smaller model of a larger one", "mjax.post.prune"),
+    "quantize": Command("round a model to 8 or 4 bits for servers", "mjax.post.quantize"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
     "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
     "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),
