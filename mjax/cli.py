@@ -101,7 +101,7 @@ def _run_module(module: str) -> int | None:
 def usage(program: str, commands: Mapping[str, str]) -> str:
     """Lines of help: a line for each command."""
     lines = [f"  {name:12}{about}" for name, about in commands.items()]
-    return "\n".join([f"usage: {program} COMMAND [arguments]", "", *lines])
+    return "\n".join([f"usage: {program} COMMAND [arguments]", *lines])
 
 
 def find(name: str, commands: Mapping[str, Command | dict]) -> Command | dict[str, Command]:
