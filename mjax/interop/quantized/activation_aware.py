@@ -20,13 +20,11 @@ from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
 POWERS = np.arange(0, 11) / 10
+# The mean squares of inputs [in], by layer and matmul.
+InputMoments = Mapping[tuple[int, str], np.ndarray]
 NormName = tuple[str, str]  # stack and branch
-InputMoments = Mapping[
-    tuple[int, str], np.ndarray
-]  # mean squares of inputs [in], by layer and matmul
-ChannelFactors = Mapping[
-    tuple[str, str, int], np.ndarray
-]  # s [D], by stack, branch and row of the stack
+# s [D], by stack, branch and row of the stack.
+ChannelFactors = Mapping[tuple[str, str, int], np.ndarray]
 
 
 def stream_readers(cfg: ModelConfig) -> dict[NormName, list[Path]]:
@@ -44,7 +42,8 @@ def require_norms(cfg: ModelConfig) -> None:
     for kind in cfg.layer_kinds:
         for group in branch_groups(kind):
             branch = BRANCHES[group[0]].name
-            if len(group) > 1 or (stack_of(kind), f"{branch}_norm", "gain") not in specs:
+            norm = stack_of(kind), f"{branch}_norm", "gain"
+            if len(group) > 1 or norm not in specs:
                 raise UserError(
                     f"--activation-aware: layers of {cfg.model_type} have no norm before {branch} "
                     "whose gain it alone reads; leave the option out"
@@ -127,15 +126,10 @@ def choose_factors(
         for path in paths:
             if specs[path].role == "matrix":
                 for w in _matrices(source, path, specs[path], row):
-                    errors += [_error(w, s, squares, rounded) for s in tried]
+                    changes = (rounded(w * s) / s - w for s in tried)
+                    errors += [float((np.square(c) * squares).sum()) for c in changes]
         found[(*norm, row)] = tried[errors.argmin()]
     return found
-
-
-def _error(
-    w: np.ndarray, s: np.ndarray, squares: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]
-) -> float:
-    return float((np.square(rounded(w * s) / s - w) * squares).sum())
 
 
 def _matrices(source: Source, path: Path, spec: ParamSpec, row: int) -> Iterator[np.ndarray]:

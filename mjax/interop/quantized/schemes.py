@@ -74,6 +74,11 @@ class Scheme:
     more: Mapping[str, Entry] = field(default_factory=dict)
     shares: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a matrix, and those fused with it, have one scale."""
+        return self.block == (None, None)
+
     def sides(self, shape: Shape) -> tuple[int, int]:
         """The rows and columns of a block of a matrix."""
         rows, columns = (side or n for side, n in zip(self.block, shape, strict=True))
@@ -86,7 +91,7 @@ class Scheme:
         codes = shape[0], shape[1] // in_code
         sides = zip(shape, self.sides(shape), strict=True)
         blocks = tuple(n // side for n, side in sides)
-        scales = (1,) if self.block == (None, None) else blocks
+        scales = (1,) if self.is_whole else blocks
         name = "weight" if bits == 8 else "weight_packed"
         return {name: (codes, self.code), "weight_scale": (scales, self.scale), **self.more}
 
