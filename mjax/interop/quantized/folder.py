@@ -109,7 +109,9 @@ def plan_of(
     """
     cfg, specs = source.cfg, definition_of(source.cfg).specs
     if family_of(cfg).layouts.get("matrix") is inputs_first:
-        raise UserError("GPT-2 stores transposed Conv1D matrices, which no scheme covers")
+        raise UserError("no scheme has GPT-2's transposed Conv1D matrices; export it as bfloat16")
+    if cfg.architecture.has_streams:
+        raise UserError("a model of several streams (towers) is not built; import its text alone")
     of, used = flat(specs), set()
     places = in_form(slots(cfg, specs), said_in(aside or pack({})))
     shapes = tensor_shapes(cfg, specs, places)
