@@ -149,9 +149,11 @@ def _require_whole_blocks(name: str, plan: RoundingPlan, scheme: Scheme) -> None
     """Raise `UserError` for a matrix that blocks do not fill, or one fused with others left out."""
     shape, sides = plan.shapes[name], scheme.sides(plan.shapes[name])
     if any(n % side for n, side in zip(shape, sides, strict=True)):
+        words = (other.split(".")[-2] for other in _names_of_fused(name))
+        options = " ".join(f"--ignore '*.{word}'" for word in words)
         raise UserError(
-            f"{name} {shape} is no multiple of blocks of {sides}; leave it out with --ignore "
-            f"'*.{name.split('.')[-2]}', or take another scheme"
+            f"{name} {shape} is no multiple of blocks of {sides}; leave it out with {options}, or "
+            "take another scheme"
         )
     modules = {other.removesuffix(".weight") for other in _names_of_fused(name)}
     left_out = modules.intersection(plan.kept)

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from mjax.interop.coded.mxfp4 import E2M1
-from mjax.interop.coded.mxfp4 import GROUP as GROUP_OF_32
 from mjax.interop.huggingface.entries import Entry
 from mjax.interop.huggingface.float8 import (
     BLOCK_SIDE,
@@ -21,7 +20,6 @@ from mjax.interop.huggingface.float8 import (
     SCALE,
     WEIGHT,
     Shape,
-    bfloat16_no_less,
     compressed_tensors_config,
     quantize_blocks,
     quantize_rows,
@@ -36,9 +34,10 @@ from mjax.kernels.fp8.blocks import (
     rounded_up,
 )
 from mjax.kernels.fp8.four_bits import SIDE_OF_16, round_four_bits
+from mjax.kernels.fp8.weight_rounding import SIDES_OF_GROUPS, round_integer_groups
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.int32)
-_GROUP_OF_128, _TOP_INTEGER = 128, 7  # -8 is not used
+_GROUP_OF_32, _GROUP_OF_128 = SIDES_OF_GROUPS["mxfp4"], SIDES_OF_GROUPS["int4_group128"]
 _KINDS = {WEIGHT: (8, "float"), _BYTE: (4, "float"), _WORD: (4, "int")}  # bits, type
 
 
@@ -159,7 +158,7 @@ def _round_nvfp4(w: np.ndarray, amax: float, name: str) -> RoundedMatrix:
 
 @jax.jit
 def _in_powers(w: jax.Array) -> tuple[Blocks, jax.Array]:
-    block, to = (1, GROUP_OF_32), FORMATS["e2m1"]
+    block, to = (1, _GROUP_OF_32), FORMATS["e2m1"]
     return round_blocks(w, block, rounded_up, to), e8m0_up(block_maxima(w, block), to)
 
 
@@ -171,11 +170,14 @@ def _round_mxfp4(w: np.ndarray, amax: float, name: str) -> RoundedMatrix:
     return RoundedMatrix(parts, np.asarray(rounded.numbers()))
 
 
+@jax.jit
+def _in_integers(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return round_integer_groups(w, _GROUP_OF_128)
+
+
 def _round_integers(w: np.ndarray, amax: float, name: str) -> RoundedMatrix:
-    largest = np.abs(w).reshape(len(w), -1, _GROUP_OF_128).max(-1)
-    scales = bfloat16_no_less(largest / SCALE.type(_TOP_INTEGER))
+    values, scales = map(np.asarray, _in_integers(w))
     wide = scales.astype(SCALE).repeat(_GROUP_OF_128, 1)
-    values = np.rint(w / wide)
     parts = {
         "weight_packed": _packed_pairs((values + 8).astype(_BYTE)).view(_WORD),
         "weight_scale": scales,
@@ -227,8 +229,8 @@ SCHEMES = {
         shares=True,
     ),
     "mxfp4": Scheme(
-        *("mxfp4-pack-quantized", (1, GROUP_OF_32), _BYTE, _BYTE, _round_mxfp4),
-        {"strategy": "group", "group_size": GROUP_OF_32, "scale_dtype": "torch.uint8"},
+        *("mxfp4-pack-quantized", (1, _GROUP_OF_32), _BYTE, _BYTE, _round_mxfp4),
+        {"strategy": "group", "group_size": _GROUP_OF_32, "scale_dtype": "torch.uint8"},
     ),
     "int4_group128": Scheme(
         *("pack-quantized", (1, _GROUP_OF_128), _WORD, REST, _round_integers),
