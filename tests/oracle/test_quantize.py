@@ -73,7 +73,9 @@ def decompressed(folder) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("original", "scheme"), quick(CASES), indirect=["original"])
+@pytest.mark.parametrize(
+    ("original", "scheme"), quick(CASES, *range(7), 9, 11, 13, 15), indirect=["original"]
+)
 def test_compressed_tensors_reads_the_numbers_that_mjax_reads(original, scheme, tmp_path):
     out = tmp_path / "out"
     options = Options(max_shard_bytes=200_000)
@@ -96,7 +98,7 @@ def test_compressed_tensors_reads_the_numbers_that_mjax_reads(original, scheme, 
         np.testing.assert_array_equal(found.astype(np.float32), value.float().numpy(), name)
 
 
-@pytest.mark.parametrize("scheme", quick(SCHEMES))
+@pytest.mark.parametrize("scheme", quick(SCHEMES, 0, 3))
 @pytest.mark.parametrize("original", ["llama3"], indirect=True)
 def test_transformers_loads_it_and_has_our_logits(original, scheme, tmp_path):
     out = tmp_path / "out"
