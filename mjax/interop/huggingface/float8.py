@@ -154,17 +154,12 @@ def quantize_rows(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     Raises `UserError` naming the tensor where it is not finite."""
     largest = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True))
     _require_finite(largest, name)
-    scale = bfloat16_no_less(largest / LARGEST_FLOAT8).astype(SCALE)
-    w /= scale
-    return w.astype(WEIGHT), scale
-
-
-def bfloat16_no_less(scales: np.ndarray) -> np.ndarray:
-    """Fp32 scales >= 0 rounded up to bfloat16; zero becomes the smallest normal number."""
-    wanted = np.maximum(scales, np.finfo(SCALE).tiny)
+    wanted = np.maximum(largest / LARGEST_FLOAT8, np.finfo(SCALE).tiny)
     rounded = wanted.astype(REST)
     up = rounded.view(np.uint16) + (rounded.astype(SCALE) < wanted)  # the next one, where too low
-    return up.astype(np.uint16).view(REST)
+    scale = up.astype(np.uint16).view(REST).astype(SCALE)
+    w /= scale
+    return w.astype(WEIGHT), scale
 
 
 def quantize_blocks(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, run_cli
-from mjax.interop.pretrained import from_pretrained
+from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.models import build, definition_of, split
 from mjax.post import quantize
 from mjax.sharding.spec import is_spec
@@ -47,6 +47,28 @@ def run(monkeypatch, folder, *words, model="model"):
     with pytest.raises(SystemExit) as end:
         run_cli(quantize.main)
     return end.value.code
+
+
+@slow
+def test_inputs_are_measured_where_experts_and_routers_read_them():
+    """Moments of layer 0 are those of the normed embedding; all that read the same have them."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    cfg = ModelConfig(**SIZES | dict(model_type="qwen3_moe", layer_pattern="EE", moe=moe))
+    definition, params = split(build(cfg, nnx.Rngs(0)))
+    rows = np.arange(5 * 16, dtype=np.int32).reshape(5, 16)
+    model = Pretrained(cfg, definition, params, None, None)
+    found = quantize.input_moments(model, rows, 5)
+    names = {"q", "kv", "attn_proj", "expert_up"}
+    assert set(found) == {(layer, name) for layer in (0, 1) for name in names}
+    x = np.asarray(params["embedding"])
+    x = x[rows.reshape(-1)].astype(np.float64)
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps)
+    np.testing.assert_allclose(found[0, "q"], (normed**2).mean(0), rtol=1e-4)
+    np.testing.assert_array_equal(found[0, "kv"], found[0, "q"])
+    parts = rows[:2], rows[2:]
+    halves = [quantize.input_moments(model, part, 2)[1, "expert_up"] for part in parts]
+    mean = (2 * halves[0] + 3 * halves[1]) / 5
+    np.testing.assert_allclose(found[1, "expert_up"], mean, rtol=1e-4)
 
 
 @slow
