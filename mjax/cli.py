@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command | dict[str, Command]] = {
     "reinforce": Command("train a policy on rewards of its answers", "mjax.post.reinforce"),
     "distill": Command("train a student on a teacher", "mjax.post.distill"),
     "prune": Command("make a smaller model of a larger one", "mjax.post.prune"),
+    "quantize": Command("round a model to 8 or 4 bits for servers", "mjax.post.quantize"),
     "generate": Command("continue prompts", "mjax.generate.__main__"),
     "chat": Command("talk to a model in the terminal", "mjax.chat.__main__"),
     "serve": Command("serve a model to programs that speak OpenAI's", "mjax.serve.__main__"),
@@ -100,7 +101,7 @@ def _run_module(module: str) -> int | None:
 def usage(program: str, commands: Mapping[str, str]) -> str:
     """Lines of help: a line for each command."""
     lines = [f"  {name:12}{about}" for name, about in commands.items()]
-    return "\n".join([f"usage: {program} COMMAND [arguments]", "", *lines])
+    return "\n".join([f"usage: {program} COMMAND [arguments]", *lines])
 
 
 def find(name: str, commands: Mapping[str, Command | dict]) -> Command | dict[str, Command]:

@@ -448,16 +448,22 @@ def ensure_writable(directory: str | Path) -> Path:
     return path
 
 
+def require_new(folder: str | Path) -> Path:
+    """The absolute path of a folder to make. Raises `UserError` where it holds something."""
+    require_files(folder)
+    folder = Path(folder).absolute()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give another folder, or remove it")
+    return folder
+
+
 @contextlib.contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` if the block ends well, and else is taken away.
 
     Raises `UserError` where `folder` already holds something or cannot be written.
     """
-    require_files(folder)
-    folder = Path(folder).absolute()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give another folder, or remove it")
+    folder = require_new(folder)
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
         with or_user_error(f"cannot write folder {folder}: {{reason}}; free or mend it"):

@@ -21,6 +21,7 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
+from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, program, run_cli
 from mjax.generate.options import add_model_arguments, load_model
 from mjax.infer.text import windows
@@ -107,7 +108,17 @@ def _answers(args: argparse.Namespace) -> None:
 def _perplexity(args: argparse.Namespace) -> None:
     text = read_text(args.file)
     model, _, tokenizer = load_model(args)
-    length, stride = args.seq_length, args.stride
+    sizes = args.seq_length, args.stride, args.batch_size
+    print(json.dumps({"file": str(args.file), **perplexity(model, tokenizer, text, *sizes)}))
+
+
+def perplexity(
+    model, tokenizer: Tokenizer, text: str, length: int | None, stride: int | None, batch: int = 4
+) -> dict[str, float]:
+    """Figures of a text, by name. `model` is a `Pretrained`; a size that is None is the usual one.
+
+    Raises `UserError` for sizes that do not fit, or a text that is too short.
+    """
     length = min(model.cfg.max_position_embeddings, 4096) if length is None else length
     stride = max(1, length // 2) if stride is None else stride
     ids, size = tokenizer.encode(text), len(text.encode())
@@ -116,9 +127,8 @@ def _perplexity(args: argparse.Namespace) -> None:
         start = tokenizer.decode(ids[:1])
         size -= len(start.encode()) if text.startswith(start) else 1  # a part of a character
     whole = [*first[-1:], *ids]
-    nll, tokens = score(model, whole, length, stride, args.batch_size)
-    found = {
-        "file": str(args.file),
+    nll, tokens = score(model, whole, length, stride, batch)
+    return {
         "seq_length": length,
         "stride": stride,
         "tokens": tokens,
@@ -126,7 +136,6 @@ def _perplexity(args: argparse.Namespace) -> None:
         "perplexity": math.exp(nll / tokens),
         "bits_per_byte": nll / math.log(2) / size,
     }
-    print(json.dumps(found))
 
 
 def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:

@@ -101,6 +101,7 @@ def decide_execution(
         recipes=tuple((name, recipe_of(cfg.precision, name)) for name in names),
         # Layers that FP8 skips would need a gather of their own.
         quantize_stored=recipe is not None and not (skips_fp8 and is_cut and gather == "step"),
+        weights=None if cfg.precision.weights == "plain" else cfg.precision.weights,
         compute=cfg.precision.compute,
         accumulate=cfg.precision.grad_accum,
         offload=offloaded(cfg.train.offload),

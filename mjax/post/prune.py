@@ -68,7 +68,8 @@ def main() -> int:
     tokenizer = args.tokenizer or tokenizer_of(args.ckpt)
     if tokenizer is None:
         raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
-    rows = _rows_of_text(load_tokenizer(tokenizer).encode(read_text(args.text)), args, source.cfg)
+    ids = load_tokenizer(tokenizer).encode(read_text(args.text))
+    rows = rows_of_text(ids, args, source.cfg, f"--text {args.text}", args.rows)
     model = from_pretrained(args.ckpt, dtype=usual_dtype())
     kept = choose_parts(importance(model, rows, args.batch_size), model.cfg, wanted)
     found = pruned(source, kept)
@@ -199,14 +200,16 @@ def _wanted(args: argparse.Namespace, cfg: ModelConfig) -> dict[str, int]:
     return found
 
 
-def _rows_of_text(ids: Sequence[int], args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray:
-    """The first rows of tokens of a text, int32 [rows, seq_length]."""
+def rows_of_text(
+    ids: Sequence[int], args: argparse.Namespace, cfg: ModelConfig, option: str, count: int
+) -> np.ndarray:
+    """The first rows of tokens of the text of an option, int32 [rows, seq_length]."""
     length = min(args.seq_length, cfg.max_position_embeddings)
-    rows = min(args.rows, len(ids) // max(length, 1))
+    rows = min(count, len(ids) // max(length, 1))
     if rows < 1 or length < 1 or args.batch_size < 1:
         raise UserError(
-            f"--text {args.text}: {len(ids)} tokens make no row of {length}; give more text, or "
-            "--seq-length, --rows and --batch-size from 1"
+            f"{option}: its {len(ids)} tokens make no row of {length}; give more text, or "
+            "--seq-length, --batch-size and the number of rows from 1"
         )
     return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
 

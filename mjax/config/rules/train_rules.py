@@ -201,6 +201,14 @@ def fp8_skip_pipeline(c: Config) -> Iterator[str]:
         yield "`precision.fp8_skip_layers` is not built for the chunks of `mesh.pp`"
 
 
+@rule("set precision.weights=plain")
+def weights_in_groups(c: Config) -> Iterator[str]:
+    if c.precision.weights != "plain" and c.precision.fp8 != "none":
+        yield "`precision.weights` would be rounded a second time by `precision.fp8`"
+    if c.precision.weights != "plain" and c.lora.rank:
+        yield "`precision.weights` is not built for the adapters of `lora.rank`"
+
+
 @rule("set precision.compute=bfloat16 or precision.fp8=none")
 def fp16_without_fp8(c: Config) -> Iterator[str]:
     if c.precision.compute == "float16" and c.precision.fp8 != "none":

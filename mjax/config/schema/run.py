@@ -422,14 +422,14 @@ class PrecisionConfig(Group):
     """Steps in a row without overflow that double the scale."""
     hysteresis: int = Field(2, ge=1)
     """Overflows until the scale is halved; then each one halves it."""
+    weights: Literal["plain", "mxfp4", "int4_group128"] = "plain"
+    """Numbers that matmuls of layers read: weights in 4 bits, as `mjax quantize` writes them."""
     fp8: Fp8 = "none"
     """Layers multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; or by
-    those of blocks (block128 on Hopper; mxfp8, and nvfp4 of 4 bits, which are emulated).
-    """
+    those of blocks (block128 on Hopper; mxfp8, and nvfp4 of 4 bits, which are emulated)."""
     fp8_rules: list[RecipeRule] = []
     """Other recipes for some weights: [[pattern, recipe], ..] of roles or dotted names, * for
-    anything; the first that fits counts.
-    """
+    anything; the first that fits counts."""
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     """Format of gradients in block128 and mxfp8; hybrid: E5M2. Others have their own."""
     fp8_scales: Literal["power_of_two", "free", "floor"] = "power_of_two"

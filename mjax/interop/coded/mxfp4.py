@@ -21,7 +21,7 @@ from mjax.errors import UserError
 
 GROUP = 32  # numbers that share a scale
 _PACKED = 2  # numbers in a byte
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 are their negatives
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 are their negatives
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -67,8 +67,8 @@ def pairs_of_codes() -> np.ndarray:
 
     The scale 255 is no number in the format. It is read as 2^128, as transformers does.
     """
-    negative = [-value for value in _VALUES]
-    numbers = np.array([*_VALUES, *negative], np.float32)
+    negative = [-value for value in E2M1]
+    numbers = np.array([*E2M1, *negative], np.float32)
     exponents = np.arange(256)[:, None] - 127
     with np.errstate(over="ignore"):
         scaled = np.ldexp(numbers, exponents).astype(BF16)

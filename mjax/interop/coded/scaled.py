@@ -16,7 +16,7 @@ import numpy as np
 
 from mjax.checkpoint.base.safetensors import KINDS, Tensor, open_folder
 from mjax.errors import UserError
-from mjax.interop.coded import mxfp4
+from mjax.interop.coded import mxfp4, packed
 from mjax.interop.coded.quantization import SharedBlock, quantization_of, weight_blocks
 from mjax.json_file import read_json
 
@@ -24,7 +24,11 @@ _CODES = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _SUFFIXES = ("_scale_inv", "_scale")
 # Scales of activations and caches, which servers read.
-_OF_SERVERS = ("activation_scale", *(f".{of}_scale" for of in "input output q k v".split()))
+_OF_SERVERS = (
+    "activation_scale",
+    ".input_global_scale",
+    *(f".{of}_scale" for of in "input output q k v".split()),
+)
 _FLOATS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
@@ -85,7 +89,7 @@ def open_weights(folder: str | Path) -> dict[str, Stored]:
 
     Raises `UserError` naming a tensor whose scales are missing or of another shape.
     """
-    tensors: dict[str, Stored] = dict(mxfp4.unpacked(open_folder(folder)))
+    tensors: dict[str, Stored] = dict(mxfp4.unpacked(packed.with_matrices(open_folder(folder))))
     config = read_json(Path(folder) / "config.json", missing={})
     is_coded, blocks = quantization_of(config) is not None, weight_blocks(config)
     for name in [n for n, t in tensors.items() if isinstance(t, Tensor) and t.kind == _CODES]:

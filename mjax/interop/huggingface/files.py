@@ -35,6 +35,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.coded.scaled import open_weights
 from mjax.interop.huggingface import float8
+from mjax.interop.huggingface.entries import CodedTensors, bytes_of_entry, shards, with_coded
 from mjax.interop.huggingface.families.family import Slot, SlotsByPath
 from mjax.interop.huggingface.names import (
     NamesInFile,
@@ -373,10 +374,12 @@ def export(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
     extras: Mapping[str, bytes] | None = None,
+    coded: Callable[[Callable[[str, np.dtype], np.ndarray]], CodedTensors] | None = None,
 ) -> None:
     """Write a Hugging Face folder: safetensors, their index if they are several, and `extras`.
 
     `read(path, index)` as in `Source`; `dtype` may be one of `float8.CODED_LAYOUTS`.
+    `coded`: (what makes a tensor in a dtype) -> what is stored in the place of some.
     Raises `UserError` where `folder` already holds something.
     """
     extras = dict(extras or {})
@@ -401,49 +404,26 @@ def export(
 
     if dtype in float8.CODED_LAYOUTS:
         linear = {n for n, found in pieces.items() if float8.is_linear(of[found[0][0]], dtype)}
-        tensors, parts = float8.quantized(shapes, linear, tensor, float8.CODED_LAYOUTS[dtype])
+        layout = float8.CODED_LAYOUTS[dtype]
+        coded = partial(float8.coded_tensors, shapes, linear, layout)
+        dtypes = dict.fromkeys(shapes, float8.REST)
     else:
         dtypes = {name: of[found[0][0]].dtype(dtype) for name, found in pieces.items()}
-        tensors = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
-
-        def parts(name):
-            return [tensor(name, dtypes[name])]
-
+    tensors = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
+    made = CodedTensors({}, dict) if coded is None else coded(tensor)
+    tensors, parts = with_coded(tensors, lambda name: [tensor(name, dtypes[name])], made)
     unread = {name: tensor for name, tensor in unpack(aside).items() if name not in tensors}
     tensors |= {name: (tensor.shape, tensor.dtype) for name, tensor in unread.items()}
-    files = _shards(tensors, max_shard_bytes)
+    files = shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:
         for name, part in files.items():
             write_file(temporary / name, part, lambda n: [unread[n]] if n in unread else parts(n))
         if len(files) > 1:
             where = {tensor: name for name, part in files.items() for tensor in part}
-            index = {"metadata": {"total_size": sum(map(_bytes_of_entry, tensors.values()))}}
+            index = {"metadata": {"total_size": sum(map(bytes_of_entry, tensors.values()))}}
             index["weight_map"] = where
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_files(temporary, extras)
-
-
-Entry = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor
-
-
-def _bytes_of_entry(tensor: Entry) -> int:
-    return tensor[1].itemsize * math.prod(tensor[0])
-
-
-def _shards(tensors: dict[str, Entry], most: int) -> dict[str, dict[str, Entry]]:
-    """File name -> its tensors, in order, filled up to `most` bytes; a tensor is never cut."""
-    parts: list[dict[str, Entry]] = [{}]
-    room = most
-    for name, tensor in tensors.items():
-        if parts[-1] and _bytes_of_entry(tensor) > room:
-            parts.append({})
-            room = most
-        parts[-1][name] = tensor
-        room -= _bytes_of_entry(tensor)
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    count = len(parts)
-    return {f"model-{i:05}-of-{count:05}.safetensors": p for i, p in enumerate(parts, start=1)}
 
 
 def write_slot(

@@ -24,6 +24,7 @@ import numpy as np
 from mjax.checkpoint.base.source import run_all
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.interop.huggingface.entries import CodedTensors
 from mjax.interop.huggingface.families.engine import family_of
 from mjax.interop.huggingface.families.family import SlotsByPath, inputs_first
 from mjax.sharding.spec import ParamSpec
@@ -80,18 +81,27 @@ def quantization_config(
             "reader yet; export the model as float8_block or bfloat16"
         )
     scheme = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**scheme, "strategy": "channel", "dynamic": False}
+    activations = {**scheme, "strategy": "token", "dynamic": True}
+    return compressed_tensors_config("float-quantized", weights, activations, ["lm_head", *kept])
+
+
+def compressed_tensors_config(
+    layout: str, weights: dict, activations: dict | None, ignored: list[str]
+) -> dict:
+    """The quantization_config of compressed-tensors; `ignored` names modules that stay plain."""
     group = {
         "targets": ["Linear"],
-        "weights": {**scheme, "strategy": "channel", "dynamic": False},
-        "input_activations": {**scheme, "strategy": "token", "dynamic": True},
+        "weights": weights,
+        "input_activations": activations,
         "output_activations": None,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *kept],
+        "ignore": ignored,
         "kv_cache_scheme": None,
     }
 
@@ -120,30 +130,22 @@ def _plain_modules(slots: SlotsByPath, specs: Mapping) -> list[str]:
     return plain
 
 
-def quantized(
+def coded_tensors(
     shapes: Mapping[str, Shape],
     linear: set[str],
-    tensor: Callable[[str, np.dtype], np.ndarray],
     layout: CodedLayout,
-) -> tuple[dict[str, tuple[Shape, np.dtype]], Callable[[str], Iterable[np.ndarray]]]:
-    """(tensors, parts) for `safetensors.write_file`, which asks for them in order: those named in
-    `linear` quantized, each followed by its scales. `tensor(name, dtype)` makes one."""
-    entries: dict[str, tuple[Shape, np.dtype]] = {}
-    for name, shape in shapes.items():
-        entries[name] = shape, WEIGHT if name in linear else REST
-        if name in linear:
-            entries[name + layout.suffix] = layout.scales_of(shape), SCALE
-    scales: dict[str, np.ndarray] = {}
+    tensor: Callable[[str, np.dtype], np.ndarray],
+) -> CodedTensors:
+    """The tensors named in `linear` quantized, each followed by its scales."""
 
-    def parts(name: str) -> list[np.ndarray]:
-        if name in scales:
-            return [scales.pop(name)]
-        if name not in linear:
-            return [tensor(name, REST)]
-        weight, scales[name + layout.suffix] = layout.quantize(tensor(name, SCALE), name)
-        return [weight]
+    def both(name: str, codes: object, scales: object) -> dict:
+        return {name: codes, name + layout.suffix: scales}
 
-    return entries, parts
+    entries = {
+        name: both(name, (shapes[name], WEIGHT), (layout.scales_of(shapes[name]), SCALE))
+        for name in linear
+    }
+    return CodedTensors(entries, lambda n: both(n, *layout.quantize(tensor(n, SCALE), n)))
 
 
 def quantize_rows(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -216,6 +216,7 @@ class MoE(BranchModule):
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
         cfg, ctx, parallel = self.cfg, inputs.ctx, inputs.ctx.parallel
+        x = ctx.tap("inputs.latent_in" if cfg.moe.latent_size else "inputs.expert_up", x)
         router = self._router()
         salt = inputs.salt ^ _JITTER_SALT
         seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)

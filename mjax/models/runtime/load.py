@@ -18,11 +18,15 @@ device has a shard of it. A matmul weight of layers goes this way in a step:
 beyond the rounding of gradients and of their sums, only memory and time.
 """
 
+import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
+from mjax.errors import UserError
 from mjax.kernels.fp8.quantize import transposed_bits
+from mjax.kernels.fp8.weight_rounding import SIDES_OF_GROUPS, rounded_in_groups
 from mjax.models.base.weight import Weight, WeightOrArray
 from mjax.models.runtime.execution import Execution, is_matmul_weight
 from mjax.sharding.rules import ParamPlacement, Placement
@@ -92,6 +96,7 @@ def _load_weight(
     made of a weight of which only a part is read: the part is rounded.
     """
     in_layer = execution.exchanged_in_layer(where)
+    master = _rounded_in_groups(where.spec, master, execution.weights)
     value = master.astype(where.spec.dtype(execution.compute))
     bits, recipe = None, execution.recipe_for(where.spec)
     rounds = recipe is not None and recipe.stores_weights and execution.quantize_stored
@@ -117,6 +122,30 @@ def _load_weight(
             w = replace(w, transposed=turned)
         weights.append(w)
     return weights
+
+
+def _rounded_in_groups(spec: ParamSpec, master: jax.Array, scheme: str | None) -> jax.Array:
+    """A device's part of a matrix with the numbers that servers have (`precision.weights`).
+
+    Gradients by what is read are those of the master. Raises `UserError` where the part ends within
+    a group of inputs.
+    """
+    if scheme is None or spec.role != "matrix":
+        return master
+    batch, inputs, outputs = spec.matrix_view()
+    sizes = [master.shape[axis] for axis in inputs]
+    side, count = SIDES_OF_GROUPS[scheme], math.prod(sizes)
+    is_cut_within = any(master.shape[axis] != spec.shape[axis] for axis in inputs[1:])
+    if is_cut_within or count % side:
+        raise UserError(
+            f"precision.weights={scheme} rounds groups of {side} inputs, and a device has {sizes} "
+            f"of those of {spec.matmul}; choose wider layers, or a mesh that cuts them elsewhere"
+        )
+    order = (*batch, *outputs, *inputs)
+    matrix = master.astype(jnp.float32).transpose(order)
+    numbers = rounded_in_groups(matrix.reshape(-1, count), scheme).reshape(matrix.shape)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return numbers.transpose(back).astype(master.dtype)
 
 
 def _row(stack: jax.Array | None, i: int) -> jax.Array | None:

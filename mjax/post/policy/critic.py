@@ -20,7 +20,7 @@ from mjax.post.base.roles import in_order, require_no_pipeline
 from mjax.post.policy.values import VALUES
 from mjax.train.trainer import Trainer
 
-_HEAD = "score"  # the parameter of `model.num_labels`
+_OWN_HEAD = "score"  # the parameter of `model.num_labels`
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def critic_run(cfg: Config) -> Config:
     changes = {*cfg.checkpoint.init_changes, "heads"}
     lora: dict[str, Any] = {}
     if cfg.lora.rank:
-        lora = {"trained": [*cfg.lora.trained, _HEAD]}
+        lora = {"trained": [*cfg.lora.trained, _OWN_HEAD]}
     if cfg.lora.starts_from is not None:
         lora["init"] = "zero"
     return cfg.model_copy(
@@ -120,4 +120,4 @@ def start_params(trainer: Trainer) -> dict:
     params = checkpoints.load_weights(*sources)[0] if sources else checkpoints.draw()
     if any(source.cfg.num_labels for source in sources):
         return params
-    return params | {_HEAD: jax.tree.map(lambda array: array * 0, params[_HEAD])}
+    return params | {_OWN_HEAD: jax.tree.map(lambda array: array * 0, params[_OWN_HEAD])}

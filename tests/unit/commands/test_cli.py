@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, mjax):
 def test_a_command_is_reached_by_both_names(name, mjax, monkeypatch, capsys):
     code, out, _ = mjax(*name.split(), "--help")
     assert code == 0 and out.startswith(f"usage: mjax {name} ")
-    of_post = name in ("sft", "preference", "reward", "reinforce", "distill", "prune")
+    of_post = name in "sft preference reward reinforce distill prune quantize".split()
     module = "mjax." + ("post." if of_post else "") + name.replace(" ", ".")
     monkeypatch.setattr(sys, "argv", [f"/mjax/{module}", "--help"])
     path = module if name in ("convert", "docs") or of_post or " " in name else f"{module}.__main__"

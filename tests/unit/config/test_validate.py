@@ -609,6 +609,10 @@ BROKEN = {
         ["precision.fp8=current", "precision.fp8_skip_layers=1", "mesh.pp=2"],
         "precision.fp8_skip_layers=1 is not built for the chunks of mesh.pp=2",
     ),
+    "weights_in_groups": (
+        ["precision.fp8=current", "precision.weights=mxfp4"],
+        "precision.weights='mxfp4' would be rounded a second time by precision.fp8='current'",
+    ),
     "fp16_without_fp8": (
         ["precision.compute=float16", "precision.fp8=delayed"],
         "precision.fp8='delayed': its scales are not built for gradients with the loss scale of "

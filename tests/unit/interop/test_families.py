@@ -7,9 +7,9 @@ import pytest
 
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.convert import side_files
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.errors import UserError
+from mjax.interop.huggingface.exported_files import side_files
 from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf, slots
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.models import definition_of
