@@ -111,7 +111,7 @@ def replayed(
     return rerouted(routing, jnp.where(given < 0, routing.experts, given), cfg)
 
 
-def expert_layers(cfg: ModelConfig) -> int:
+def expert_layer_count(cfg: ModelConfig) -> int:
     """The layers with experts, without those of multi-token prediction."""
     return sum("experts" in roles_of(kind) for kind in cfg.layer_kinds)
 

@@ -22,7 +22,7 @@ from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.models.heads.multi_token import with_weight
-from mjax.models.moe.router import expert_layers
+from mjax.models.moe.router import expert_layer_count
 from mjax.objectives.fields import REPLAY_FIELDS, Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.next_token import NextToken
 from mjax.post.policy.mock_rollouts import mock_rollouts
@@ -62,7 +62,7 @@ class PolicyObjective:
 
     @classmethod
     def of(cls, cfg: Config) -> "PolicyObjective":
-        routes = expert_layers(cfg.model), cfg.model.moe.num_experts_per_tok
+        routes = expert_layer_count(cfg.model), cfg.model.moe.num_experts_per_tok
         return cls(cfg.reinforce, routes)
 
     @property
