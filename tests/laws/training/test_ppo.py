@@ -181,7 +181,7 @@ def test_the_estimate_of_memory_counts_the_critic(tmp_path):
     assert ppo.pop("critic") == plain["masters"] + plain["moments"] and ppo == plain
 
 
-@slow
+@exhaustive
 def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
     run(config(tmp_path, "reinforce.loss_type=reinforce_pp", steps=1))
     with pytest.raises(UserError, match="holds no critic"):

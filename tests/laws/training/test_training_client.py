@@ -148,7 +148,7 @@ def test_what_a_client_samples_rates_and_refuses(tmp_path):
     assert (client.sample([[5]])[0][0].versions[-1], client.step_number) == (1, 1)
 
 
-@slow
+@exhaustive
 def test_mjax_train_goes_on_from_a_client(tmp_path):
     cfg = load(None, [*TINY, f"run.dir={tmp_path}", "train.steps=3"])
     client = client_of(cfg)
