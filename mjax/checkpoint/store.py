@@ -10,7 +10,6 @@ Layout after Megatron's `torch_dist` in its model-space form, on orbax's Checkpo
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -39,7 +38,6 @@ from mjax.checkpoint.base.follow_up import FollowUp
 from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.base.retention import SavedStep, retention
 from mjax.checkpoint.base.steps import HELD_OUT_LOSS, newest_step
-from mjax.config.languages.paths import require_files
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, first_line, or_user_error
 from mjax.optim.schedule import consumed_samples
@@ -446,32 +444,6 @@ def ensure_writable(directory: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     return path
-
-
-def require_new(folder: str | Path) -> Path:
-    """The absolute path of a folder to make. Raises `UserError` where it holds something."""
-    require_files(folder)
-    folder = Path(folder).absolute()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give another folder, or remove it")
-    return folder
-
-
-@contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` if the block ends well, and else is taken away.
-
-    Raises `UserError` where `folder` already holds something or cannot be written.
-    """
-    folder = require_new(folder)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    try:
-        with or_user_error(f"cannot write folder {folder}: {{reason}}; free or mend it"):
-            temporary.mkdir(parents=True)
-            yield temporary
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def require_old(folder: Path, meta: dict) -> None:

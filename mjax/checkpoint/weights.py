@@ -21,12 +21,13 @@ import mjax
 from mjax.checkpoint.base import digest
 from mjax.checkpoint.base.companion_files import SIDE_FILES, write_files
 from mjax.checkpoint.base.digest import FileDigest
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.base.safetensors import write_array
 from mjax.checkpoint.base.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import WEIGHTS, StoredArrays, read_record
-from mjax.checkpoint.store import new_folder, require_old
+from mjax.checkpoint.store import require_old
 from mjax.config.languages.imports import import_modules
 from mjax.config.schema.keys import model_of
 from mjax.config.schema.model import ModelConfig

@@ -24,9 +24,9 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 import mjax
 from mjax.checkpoint.base.companion_files import write_files
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.base.safetensors import require_fp16_range, write_file
 from mjax.checkpoint.base.source import Source, block_shape, blocks, flat
-from mjax.checkpoint.store import new_folder
 from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mjax.checkpoint.base.companion_files import is_of_tokenizer, read_side_files
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.source_digest import digest_of_source
-from mjax.checkpoint.store import new_folder
 from mjax.checkpoint.weights import read_config, write_weights
 from mjax.errors import UserError, or_user_error
 from mjax.interop.adapted_source import (

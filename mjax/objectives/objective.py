@@ -200,7 +200,7 @@ _CLASSES = {
     "classify_images": "mjax.objectives.image_classes:ClassifyImages",
     "contrastive": "mjax.objectives.contrastive:Contrastive",
     "preference": "mjax.post.preferences.objective:Preference",
-    "distill": "mjax.post.teacher_divergence:Distillation",
+    "distill": "mjax.post.distillation.teacher_divergence:Distillation",
     "reward": "mjax.post.preferences.rewards:Reward",
     "policy": "mjax.post.policy.policy_objective:PolicyObjective",
     "value": "mjax.post.policy.values:ValueObjective",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
-from mjax.checkpoint.store import require_new
+from mjax.checkpoint.base.new_folder import require_new
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import load_tokenizer

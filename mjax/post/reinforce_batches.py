@@ -14,7 +14,7 @@ from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.objectives.fields import HostBatch
 from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import Role, in_order, reference_of, require_no_pipeline
+from mjax.post.base.roles import Role, reference_of, require_no_pipeline, values_in_order
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
 from mjax.post.policy.critic import Critic, critic_of
@@ -172,7 +172,7 @@ class World:
             blank = dict.fromkeys(roles, np.zeros(batch["tokens"].shape, np.float32))
             placed = trainer.place(batch | blank)
             for name, (role, kind) in roles.items():
-                found[name] = in_order(placed, role.compute(kind, placed))
+                found[name] = values_in_order(placed, role.compute(kind, placed))
             return found
 
         return score

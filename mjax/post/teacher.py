@@ -29,10 +29,14 @@ from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
 from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
-from mjax.post.reinforce_batches import World
-from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
-from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore, with_stored_teacher, write_record
-from mjax.post.teacher_divergence import (
+from mjax.post.distillation.stored_teacher import (
+    IDS,
+    LOG_PROBS,
+    TeacherStore,
+    with_stored_teacher,
+    write_record,
+)
+from mjax.post.distillation.teacher_divergence import (
     BIAS,
     HEAD,
     HIDDEN,
@@ -41,6 +45,8 @@ from mjax.post.teacher_divergence import (
     StoredDistillation,
     teacher_config,
 )
+from mjax.post.reinforce_batches import World
+from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
 from mjax.run.batches import RunBatches, from_config
 from mjax.sharding.collectives import DATA_AXES
 from mjax.train.program_kind import ProgramKind

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import UNREAD, write_files
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.base.safetensors import (
     INDEX,
     Tensor,
@@ -30,7 +31,6 @@ from mjax.checkpoint.base.safetensors import (
 )
 from mjax.checkpoint.base.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.base.source import Path as Leaf
-from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.coded.scaled import open_weights

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.checkpoint.store import new_folder
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config.load import dump
 from mjax.config.schema.run import Config

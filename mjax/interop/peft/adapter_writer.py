@@ -14,11 +14,11 @@ import numpy as np
 
 from mjax.checkpoint.base.companion_files import write_files
 from mjax.checkpoint.base.hub import hub_name
+from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.base.safetensors import write_file
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import run_all
 from mjax.checkpoint.merged import ADAPTER_PARTS, Adapters
-from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots

@@ -53,7 +53,7 @@ def round_matrix(matrix: Matrix, scheme: Scheme, choice: str, limit: float) -> R
 def _limits(matrix: Matrix, scheme: Scheme, choice: str, limit: float) -> np.ndarray:
     """The largest magnitudes that blocks keep, fp32 [R, 1, C, 1]."""
     sides = scheme.sides(matrix.weight.shape)
-    blocks = np.abs(_cut_in_blocks(matrix.weight, sides))
+    blocks = np.abs(_blocks_of_matrix(matrix.weight, sides))
     most = blocks.max((1, 3), keepdims=True)
     if not np.isfinite(most).all():
         raise UserError(
@@ -68,7 +68,7 @@ def _limits(matrix: Matrix, scheme: Scheme, choice: str, limit: float) -> np.nda
         rounded = _round_clipped(matrix, scheme, whole, kept)
         squares = np.square(rounded.numbers - matrix.weight)
         squares = squares if matrix.moments is None else squares * matrix.moments
-        errors = _cut_in_blocks(squares, sides).sum((1, 3), keepdims=True)
+        errors = _blocks_of_matrix(squares, sides).sum((1, 3), keepdims=True)
         best = np.where(errors < least, kept, best)
         least = np.minimum(errors, least)
     return best
@@ -77,11 +77,11 @@ def _limits(matrix: Matrix, scheme: Scheme, choice: str, limit: float) -> np.nda
 def _round_clipped(matrix: Matrix, scheme: Scheme, limit: float, kept: np.ndarray) -> RoundedMatrix:
     """A matrix rounded after its blocks are clipped to `kept`, one number or [R, 1, C, 1]."""
     shape = matrix.weight.shape
-    blocks = _cut_in_blocks(matrix.weight, scheme.sides(shape))
+    blocks = _blocks_of_matrix(matrix.weight, scheme.sides(shape))
     return scheme.round(np.clip(blocks, -kept, kept).reshape(shape), limit, matrix.name)
 
 
-def _cut_in_blocks(w: np.ndarray, sides: tuple[int, int]) -> np.ndarray:
+def _blocks_of_matrix(w: np.ndarray, sides: tuple[int, int]) -> np.ndarray:
     """[R r, C c] -> [R, r, C, c]."""
     (rows, columns), (height, width) = w.shape, sides
     return w.reshape(rows // height, height, columns // width, width)

@@ -38,7 +38,7 @@ from mjax.kernels.fp8.weight_rounding import SIDES_OF_GROUPS, round_integer_grou
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.int32)
 _GROUP_OF_32, _GROUP_OF_128 = SIDES_OF_GROUPS["mxfp4"], SIDES_OF_GROUPS["int4_group128"]
-_KINDS = {WEIGHT: (8, "float"), _BYTE: (4, "float"), _WORD: (4, "int")}  # bits, type
+_NUMBER_KINDS = {WEIGHT: (8, "float"), _BYTE: (4, "float"), _WORD: (4, "int")}  # bits, type
 
 
 class RoundedMatrix(NamedTuple):
@@ -85,7 +85,7 @@ class Scheme:
 
     def entries(self, shape: Shape) -> dict[str, Entry]:
         """The stored tensors of a matrix, in order, by the end of their names."""
-        bits, _ = _KINDS[self.code]
+        bits, _ = _NUMBER_KINDS[self.code]
         in_code = 8 * self.code.itemsize // bits
         codes = shape[0], shape[1] // in_code
         sides = zip(shape, self.sides(shape), strict=True)
@@ -96,7 +96,7 @@ class Scheme:
 
     def config(self, ignored: list[str]) -> dict:
         """The quantization_config of a config.json; `ignored` names modules left as they are."""
-        bits, kind = _KINDS[self.code]
+        bits, kind = _NUMBER_KINDS[self.code]
         numbers = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
         weights = numbers | dict(self.weights)
         return compressed_tensors_config(self.format, weights, self.activations, ignored)

@@ -111,7 +111,7 @@ def in_compute_dtype(trainer: Trainer, params: dict) -> dict:
     return unflatten_dict(copies)
 
 
-def in_order(placed: Batch, values: Any) -> np.ndarray:
+def values_in_order(placed: Batch, values: Any) -> np.ndarray:
     """Values of the places of a placed batch, [B, S], on the host in the order of its columns."""
     values = np.asarray(values)
     found = np.empty_like(values)

@@ -16,7 +16,7 @@ from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapters_of_run import joined_trees, without_adapters
 from mjax.interop.sources import source_of
 from mjax.objectives.fields import HostBatch
-from mjax.post.base.roles import in_order, require_no_pipeline
+from mjax.post.base.roles import require_no_pipeline, values_in_order
 from mjax.post.policy.values import VALUES
 from mjax.train.trainer import Trainer
 
@@ -34,7 +34,7 @@ class Critic:
         trainer = self.trainer
         blank = np.zeros(batch["tokens"].shape, np.float32)
         placed = trainer.place(batch | {"values": blank, "returns": blank})
-        return in_order(placed, trainer.run_placed(VALUES, placed, trainer.weights()))
+        return values_in_order(placed, trainer.run_placed(VALUES, placed, trainer.weights()))
 
     def update(self, batch: HostBatch) -> dict[str, float]:
         """One step on rollouts with values and returns; its figures.

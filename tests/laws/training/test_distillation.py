@@ -18,7 +18,7 @@ from mjax.interop.sources import source_of
 from mjax.models import build, split
 from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.plan.memory import bytes_per_device, teacher_bytes
-from mjax.post.stored_teacher import TeacherStore
+from mjax.post.distillation.stored_teacher import TeacherStore
 from mjax.post.teacher import distillation_batches, teacher_fields, teacher_of, write_teacher
 from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES

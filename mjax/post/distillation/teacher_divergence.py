@@ -27,9 +27,9 @@ from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, Scalars
 from mjax.objectives.next_token import NextToken
-from mjax.post.hidden_losses import LayerPairs, layer_pairs
-from mjax.post.stored_teacher import IDS, LOG_PROBS, TeacherStore
-from mjax.post.teacher_vocabulary import require_leading_tokens
+from mjax.post.distillation.hidden_losses import LayerPairs, layer_pairs
+from mjax.post.distillation.stored_teacher import IDS, LOG_PROBS, TeacherStore
+from mjax.post.distillation.teacher_vocabulary import require_leading_tokens
 from mjax.sharding.spec import ParamSpec
 
 HIDDEN, HEAD, BIAS = "teacher_hidden", "teacher_head", "teacher_bias"
