@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from mjax.errors import run_cli
+from mjax.post.environments.puzzles import draw_numbers
 
 
 def sums(count: int, digits: int, seed: int) -> list[dict]:
     """Records with prompt and completion."""
-    rng, least = np.random.default_rng(seed), 10 ** (digits - 1)
-    pairs = rng.integers(least, 10**digits, (count, 2)).tolist()
+    rng = np.random.default_rng(seed)
+    pairs = [draw_numbers(rng, digits, 2) for _ in range(count)]
     return [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in pairs]
 
 
