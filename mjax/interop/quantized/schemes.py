@@ -86,10 +86,8 @@ class Scheme:
     def entries(self, shape: Shape) -> dict[str, Entry]:
         """The stored tensors of a matrix, in order, by the end of their names."""
         bits, _ = _NUMBER_KINDS[self.code]
-        in_code = 8 * self.code.itemsize // bits
-        codes = shape[0], shape[1] // in_code
-        sides = zip(shape, self.sides(shape), strict=True)
-        blocks = tuple(n // side for n, side in sides)
+        codes = shape[0], shape[1] * bits // (8 * self.code.itemsize)
+        blocks = tuple(n // side for n, side in zip(shape, self.sides(shape), strict=True))
         scales = (1,) if self.is_whole else blocks
         name = "weight" if bits == 8 else "weight_packed"
         return {name: (codes, self.code), "weight_scale": (scales, self.scale), **self.more}
@@ -198,42 +196,60 @@ def _packed_pairs(codes: np.ndarray) -> np.ndarray:
 
 # ---- the table -----------------------------------------------------------------------------------
 
-_BY_TOKEN = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "strategy": "token",
-    "dynamic": True,
-}
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
 SCHEMES = {
     "fp8_tensor": Scheme(
-        *("float-quantized", (None, None), WEIGHT, SCALE, _round_tensor),
+        "float-quantized",
+        (None, None),
+        WEIGHT,
+        SCALE,
+        _round_tensor,
         {"strategy": "tensor"},
-        _BY_TOKEN,
+        _EIGHT_BITS | {"strategy": "token"},
         shares=True,
     ),
     "fp8_channel": Scheme(
-        *("float-quantized", (1, None), WEIGHT, SCALE, _round_channels),
+        "float-quantized",
+        (1, None),
+        WEIGHT,
+        SCALE,
+        _round_channels,
         {"strategy": "channel"},
-        _BY_TOKEN,
+        _EIGHT_BITS | {"strategy": "token"},
     ),
     "fp8_block128": Scheme(
-        *("float-quantized", (BLOCK_SIDE, BLOCK_SIDE), WEIGHT, SCALE, _round_squares),
+        "float-quantized",
+        (BLOCK_SIDE, BLOCK_SIDE),
+        WEIGHT,
+        SCALE,
+        _round_squares,
         {"strategy": "block", "block_structure": [BLOCK_SIDE, BLOCK_SIDE]},
-        _BY_TOKEN | {"strategy": "group", "group_size": BLOCK_SIDE},
+        _EIGHT_BITS | {"strategy": "group", "group_size": BLOCK_SIDE},
     ),
     "nvfp4": Scheme(
-        *("nvfp4-pack-quantized", (1, SIDE_OF_16), _BYTE, WEIGHT, _round_nvfp4),
+        "nvfp4-pack-quantized",
+        (1, SIDE_OF_16),
+        _BYTE,
+        WEIGHT,
+        _round_nvfp4,
         {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
         more={"weight_global_scale": ((1,), SCALE)},
         shares=True,
     ),
     "mxfp4": Scheme(
-        *("mxfp4-pack-quantized", (1, _GROUP_OF_32), _BYTE, _BYTE, _round_mxfp4),
+        "mxfp4-pack-quantized",
+        (1, _GROUP_OF_32),
+        _BYTE,
+        _BYTE,
+        _round_mxfp4,
         {"strategy": "group", "group_size": _GROUP_OF_32, "scale_dtype": "torch.uint8"},
     ),
     "int4_group128": Scheme(
-        *("pack-quantized", (1, _GROUP_OF_128), _WORD, REST, _round_integers),
+        "pack-quantized",
+        (1, _GROUP_OF_128),
+        _WORD,
+        REST,
+        _round_integers,
         {"strategy": "group", "group_size": _GROUP_OF_128},
         more={"weight_shape": ((2,), np.dtype(np.int64))},
     ),
