@@ -87,8 +87,8 @@ class Scheme:
         """The stored tensors of a matrix, in order, by the end of their names."""
         bits, _ = _NUMBER_KINDS[self.code]
         codes = shape[0], shape[1] * bits // (8 * self.code.itemsize)
-        blocks = tuple(n // side for n, side in zip(shape, self.sides(shape), strict=True))
-        scales = (1,) if self.is_whole else blocks
+        rows, columns = self.sides(shape)
+        scales = (1,) if self.is_whole else (shape[0] // rows, shape[1] // columns)
         name = "weight" if bits == 8 else "weight_packed"
         return {name: (codes, self.code), "weight_scale": (scales, self.scale), **self.more}
 
