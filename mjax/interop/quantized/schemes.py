@@ -80,13 +80,13 @@ class Scheme:
 
     def sides(self, shape: Shape) -> tuple[int, int]:
         """The rows and columns of a block of a matrix."""
-        rows, columns = (side or n for side, n in zip(self.block, shape, strict=True))
-        return rows, columns
+        return self.block[0] or shape[0], self.block[1] or shape[1]
 
     def entries(self, shape: Shape) -> dict[str, Entry]:
         """The stored tensors of a matrix, in order, by the end of their names."""
         bits, _ = _NUMBER_KINDS[self.code]
-        codes = shape[0], shape[1] * bits // (8 * self.code.itemsize)
+        in_code = 8 * self.code.itemsize // bits
+        codes = shape[0], shape[1] // in_code
         rows, columns = self.sides(shape)
         scales = (1,) if self.is_whole else (shape[0] // rows, shape[1] // columns)
         name = "weight" if bits == 8 else "weight_packed"
@@ -95,8 +95,8 @@ class Scheme:
     def config(self, ignored: list[str]) -> dict:
         """The quantization_config of a config.json; `ignored` names modules left as they are."""
         bits, kind = _NUMBER_KINDS[self.code]
-        numbers = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
-        weights = numbers | dict(self.weights)
+        weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+        weights |= self.weights
         return compressed_tensors_config(self.format, weights, self.activations, ignored)
 
 
