@@ -15,6 +15,9 @@ from mjax.kernels.fp8.block_recipes import Block128
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks
 from mjax.models.base.weight import Weight, matmul
+from mjax.models.moe.dispatch import make_dispatch
+from mjax.models.moe.expert import Expert
+from mjax.models.moe.expert_matmuls import multiply_down, multiply_up
 from tests.devices import HOPPER, choose_for
 from tests.marks import exhaustive, slow
 from tests.mosaic_interpreter import interpreted
@@ -160,3 +163,36 @@ def test_a_matmul_by_kernels_is_the_emulated_one(monkeypatch, gradients):
     assert Counter(names) == {"round_lines_both_ways": 2, "round_squares": 2}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+
+
+@slow
+def test_experts_by_kernels_are_the_emulated_ones(monkeypatch):
+    """Both matmuls, their gradients, and running sums; one expert of three has no token."""
+    keys = jax.random.split(jax.random.key(4), 8)
+    shapes = (40, 128), (3, 128, 2, 128), (3, 128, 128), (40, 128)
+    x, up, down, dy = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=False))
+    sums = [jax.random.normal(key, w.shape) for key, w in zip(keys[4:6], (up, down), strict=True)]
+    gates = jax.random.uniform(keys[6], (40, 2))
+    chosen = 2 * jax.random.randint(keys[7], (40, 2), 0, 3)  # expert 4 is elsewhere
+    dispatch = make_dispatch(chosen, 0, 3)
+
+    def all_six(recipe):
+        facts = dict(scales=jnp.zeros(3), recipe=recipe)
+        weights = [Weight(w, grad_sum=s, **facts) for w, s in zip((up, down), sums, strict=True)]
+
+        def layer(x, gates, up, down):
+            h = multiply_up(Expert("silu", True), x, up, dispatch)
+            return multiply_down(Expert("silu", True), h, gates, down, dispatch)
+
+        y, pull = jax.vjp(layer, x, gates, *weights)
+        dx, d_gates, d_up, d_down = pull(dy)
+        return y, dx, d_gates, d_up.grad_sum, d_down.grad_sum
+
+    want = all_six(Block128())
+    names = interpret(monkeypatch)
+    choose_for(monkeypatch, HOPPER, "block_matmul")
+    with interpreted(monkeypatch, races=True):
+        got = all_six(Block128())
+    assert Counter(names) == {"round_lines_both_ways": 6, "round_squares": 4}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
