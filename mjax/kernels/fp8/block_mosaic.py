@@ -144,7 +144,7 @@ def multiply_on_hopper(
 
 
 def multiply_rows_of_groups(
-    a: Blocks, b: Blocks, sizes: jax.Array, dtype: jnp.dtype, tile: BlockTile = SQUARE_TILE
+    a: Blocks, b: Blocks, sizes: jax.Array, dtype: jnp.dtype, tile: BlockTile | None = None
 ) -> jax.Array:
     """Rows a [M, K], sorted by group, times the transpose of b [G, N, K] of their group, [M, N].
 
@@ -152,7 +152,7 @@ def multiply_rows_of_groups(
     """
     operands, (groups, n, _) = _operands_of(a, b), b.values.shape
     m, steps = len(operands["a"]), a.values.shape[1] // DEPTH
-    job = BlockJob(m, n, steps, True, False, tile, "lines", groups)
+    job = BlockJob(m, n, steps, True, False, tile or SQUARE_TILE, "lines", groups)
     tiles, last = tiles_of_rows(sizes, m, job.cluster_tile.lines)
     operands |= dict(tiles=tiles, last=last)
     most = len(tiles) * job.grid[1]

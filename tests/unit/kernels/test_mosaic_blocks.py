@@ -165,34 +165,47 @@ def test_a_matmul_by_kernels_is_the_emulated_one(monkeypatch, gradients):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
 
 
-@slow
-def test_experts_by_kernels_are_the_emulated_ones(monkeypatch):
-    """Both matmuls, their gradients, and running sums; one expert of three has no token."""
+def experts_both_ways(recipe, tokens, d, f, dtype=jnp.float32, up_only=False):
+    """Both matmuls of three experts, their gradients, and running sums; one has no token."""
     keys = jax.random.split(jax.random.key(4), 8)
-    shapes = (40, 128), (3, 128, 2, 128), (3, 128, 128), (40, 128)
-    x, up, down, dy = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=False))
+    shapes = (tokens, d), (3, d, 2, f), (3, f, d), (tokens, d)
+    x, up, down, dy = (
+        jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=False)
+    )
     sums = [jax.random.normal(key, w.shape) for key, w in zip(keys[4:6], (up, down), strict=True)]
-    gates = jax.random.uniform(keys[6], (40, 2))
-    chosen = 2 * jax.random.randint(keys[7], (40, 2), 0, 3)  # expert 4 is elsewhere
-    dispatch = make_dispatch(chosen, 0, 3)
+    gates = jax.random.uniform(keys[6], (tokens, 2))
+    chosen = 2 * jax.random.randint(keys[7], (tokens, 2), 0, 3)  # expert 4 is elsewhere
+    dispatch, expert = make_dispatch(chosen, 0, 3), Expert("silu", True, kernel="xla")
+    weights = [
+        Weight(w, scales=jnp.zeros(3), recipe=recipe, grad_sum=s)
+        for w, s in zip((up, down), sums, strict=True)
+    ]
 
-    def all_six(recipe):
-        facts = dict(scales=jnp.zeros(3), recipe=recipe)
-        weights = [Weight(w, grad_sum=s, **facts) for w, s in zip((up, down), sums, strict=True)]
+    def layer(x, gates, up, down):
+        h = multiply_up(expert, x, up, dispatch)
+        return h if up_only else multiply_down(expert, h, gates, down, dispatch)
 
-        def layer(x, gates, up, down):
-            h = multiply_up(Expert("silu", True), x, up, dispatch)
-            return multiply_down(Expert("silu", True), h, gates, down, dispatch)
+    y, pull = jax.vjp(layer, x, gates, *weights)
+    dy = jnp.sin(y) if up_only else dy
+    dx, d_gates, d_up, d_down = pull(dy)
+    return y, dx, d_gates, d_up.grad_sum, d_down.grad_sum
 
-        y, pull = jax.vjp(layer, x, gates, *weights)
-        dx, d_gates, d_up, d_down = pull(dy)
-        return y, dx, d_gates, d_up.grad_sum, d_down.grad_sum
 
-    want = all_six(Block128())
+@pytest.mark.parametrize("up_only", [True, pytest.param(False, marks=exhaustive)])
+@slow
+def test_experts_by_kernels_are_the_emulated_ones(monkeypatch, up_only):
+    facts = 24, 128, 128, jnp.float32, up_only
+    want = experts_both_ways(Block128(), *facts)
     names = interpret(monkeypatch)
     choose_for(monkeypatch, HOPPER, "block_matmul")
     with interpreted(monkeypatch, races=True):
-        got = all_six(Block128())
-    assert Counter(names) == {"round_lines_both_ways": 6, "round_squares": 4}
+        from mjax.kernels.fp8 import block_mosaic
+        from mjax.kernels.matmul import grouped_mosaic
+
+        monkeypatch.setattr(grouped_mosaic, "BLOCKS", 2)
+        monkeypatch.setattr(block_mosaic, "SQUARE_TILE", block_mosaic.BlockTile(128, 64, 2))
+        got = experts_both_ways(Block128(), *facts)
+    calls = 1 if up_only else 2
+    assert Counter(names) == {"round_lines_both_ways": 3 * calls, "round_squares": 2 * calls}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
