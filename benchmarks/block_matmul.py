@@ -23,12 +23,7 @@ from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, Blocks, multiply_blocks
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
 from mjax.models.base.weight import Weight, matmul
-from mjax.models.moe.grouped_linear import (
-    product_of_rows,
-    rounded_gradient,
-    rounded_rows,
-    weight_cotangent,
-)
+from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight_cotangent
 
 # lines, columns, slots, tiles of a band, blocks of a cluster, stages
 SQUARE = [
@@ -149,8 +144,7 @@ def measure_experts(m, experts, k, n, args) -> None:
     measure_product("forward", SQUARE, forward, (x8, w8), want(x8, w), flops, args.samples)
     want = jax.jit(
         lambda x, g: grouped_weight_gradient(
-            emulated.columns_of_experts(x, sizes, "input", (k, n)),
-            emulated.columns_of_experts(g, sizes, "gradient", (k, n)),
+            *(emulated.round_experts(a, sizes, "input", (k, n))[1] for a in (x, g)),
             sizes,
         )
     )
@@ -170,9 +164,9 @@ def products_of_experts(recipe, x, w, g, sizes):
     """y, and the gradients of x and of w, of a grouped matmul of the model."""
     weight = Weight(w, scales=None if recipe is None else jnp.zeros(3), recipe=recipe)
     facts = weight, sizes, "mosaic"
-    y = product_of_rows(rounded_rows(x, weight, "input"), *facts, 0, x.dtype)
-    by_rows, by_columns = rounded_gradient(g, weight, sizes)
-    dx = product_of_rows(by_rows, *facts, 1, x.dtype)
+    y = product_of_rows(rounded_rows(x, weight, sizes, "input", turned=False)[0], *facts, 0)
+    by_rows, by_columns = rounded_rows(g, weight, sizes, "gradient")
+    dx = product_of_rows(by_rows, *facts, 1)
     return y, dx, weight_cotangent(weight, x, by_columns, sizes, "mosaic").value
 
 

@@ -7,6 +7,10 @@ arXiv 2412.19437, section 3.3.2). While one warpgroup does so, the other's produ
 lines at a time, so that a sum needs few registers beside the totals. Two blocks of a cluster may
 share the larger operand: each copies half of it to both.
 
+Experts' products are two grouped forms (`BlockJob.grouped`). Rows sorted by expert take tiles as in
+`matmul/grouped_mosaic.py`. A weight's gradient sums over its expert's blocks only: in the turned
+operands each expert's tokens begin at a block, and zeros fill up its last one.
+
 The left operand has a factor for each line. The right one has one for each column, or one for 128
 columns, as weights do; these are read from memory one step ahead.
 Invariants: mover and multipliers count ring slots alike; each element is summed by one block, in
@@ -27,16 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.fp8.blocks import Blocks
-from mjax.kernels.matmul.grouped_mosaic import (
-    SLICE_BYTES,
-    PartOfSum,
-    in_bands,
-    item_of_rows,
-    item_of_weights,
-    launch_items,
-    store_some,
-    swizzled_tiles,
-)
+from mjax.kernels.matmul import grouped_mosaic as grouped
+from mjax.kernels.matmul.grouped_mosaic import SLICE_BYTES, PartOfSum, swizzled_tiles
 from mjax.kernels.matmul.grouped_tiles import (
     HALVES,
     TMA_ROWS,
@@ -201,7 +197,7 @@ def _launch_blocks(job, operands, shape, dtype, total=None, most=None):
     out = jax.ShapeDtypeStruct(shape, dtype)
     if job.adds:
         operands["out"], out = jax.new_ref(total), total
-    made = launch_items(
+    made = grouped.launch_items(
         most or job.groups * math.prod(job.grid),
         partial(_item_of_tiles, job),
         partial(_move_blocks, job),
@@ -222,15 +218,15 @@ def _item_of_tiles(job, refs):
     """
     tile, size, grid = job.tile, job.cluster_tile, job.grid
     if job.grouped == "lines":
-        number, read, facts = item_of_rows(size, job.steps, grid[1], job.groups, refs)
+        number, read, facts = grouped.item_of_rows(size, job.steps, grid[1], job.groups, refs)
     elif job.grouped == "sums":
-        number, read, facts = item_of_weights(size, job.groups, grid, DEPTH, DEPTH, refs)
+        number, read, facts = grouped.item_of_weights(size, job.groups, grid, DEPTH, DEPTH, refs)
     else:
         number, read = jnp.int32(math.prod(grid)), lambda _: ()
 
     def of_cluster(item, known):
         if job.grouped is None:
-            line, column = in_bands(item, *grid, tile.band)
+            line, column = grouped.in_bands(item, *grid, tile.band)
             place = dict(line=line * size.lines, column=column * size.columns)
             return SimpleNamespace(**place, block=0, steps=job.steps, right=(), out=())
         at = facts(item, known)
@@ -402,7 +398,7 @@ def _write_tile(job, refs, half, totals, at):
         if by_rows:
             begin, end = jnp.maximum(at.begin - line, 0), jnp.minimum(at.end - line, WAVE)
             is_inside &= end - begin == WAVE
-            some = partial(store_some, refs.some.at[half], part, refs.out, line, begin, end)
+            some = partial(grouped.store_some, refs.some.at[half], part, refs.out, line, begin, end)
             pl.when((end > begin) & (end - begin < WAVE))(some)
         elif job.grouped and job.adds:
             is_inside &= at.steps > 0

@@ -151,27 +151,24 @@ class BlockScaled:
 
     # ---- what grouped matmuls of experts ask -----------------------------------------------------
 
-    def rows_of_experts(
-        self, x: jax.Array, role: OperandRole, sides: tuple[int, int]
-    ) -> jax.Array | Blocks:
-        """Rows [M, C] of experts as a product over C reads them: numbers in x's dtype.
+    def round_experts(
+        self,
+        x: jax.Array,
+        sizes: jax.Array | None,
+        role: OperandRole,
+        sides: tuple[int, int],
+        *,
+        plain: bool = True,
+        turned: bool = True,
+    ) -> tuple[jax.Array | Blocks | None, jax.Array | Blocks | None]:
+        """Rows [M, C] of experts as products over C, and over each one's rows, read them.
 
-        sides: the inputs and outputs of the experts' weights.
+        sides: the inputs and outputs of the experts' weights. plain, turned: whether each is
+        wanted; the first needs no sizes. They are numbers in x's dtype, or `Blocks` for kernels.
         """
-        return self._rows(x, role, LOCAL).numbers().astype(x.dtype)
-
-    def columns_of_experts(
-        self, x: jax.Array, sizes: jax.Array, role: OperandRole, sides: tuple[int, int]
-    ) -> jax.Array | Blocks:
-        """Rows [M, C] as a product over each expert's rows reads them: numbers in x's dtype."""
-        return round_within_groups(x, sizes, self.side, self._rule, self._format(role))
-
-    def gradient_of_experts(
-        self, g: jax.Array, sizes: jax.Array, sides: tuple[int, int]
-    ) -> tuple[jax.Array, jax.Array] | tuple[Blocks, Blocks]:
-        """The gradient g [M, C] of what experts make, as both products of the backward read it."""
-        rows = self.rows_of_experts(g, "gradient", sides)
-        return rows, self.columns_of_experts(g, sizes, "gradient", sides)
+        rows = self._rows(x, role, LOCAL).numbers().astype(x.dtype) if plain else None
+        facts = sizes, self.side, self._rule, self._format(role)
+        return rows, round_within_groups(x, *facts) if turned else None
 
     def weights_of_experts(self, value: jax.Array, contracted: int) -> jax.Array | Blocks:
         """Weights [E, K, N] as a product over an axis of each reads them: numbers."""
@@ -286,29 +283,15 @@ class Block128(BlockScaled):
 
         return multiply_on_hopper(a, b, dtype, total)
 
-    def rows_of_experts(self, x, role, sides):
-        if self._emulates_experts(x, sides):
-            return super().rows_of_experts(x, role, sides)
-        return round_both_ways(x, self._format(role), self.scales == "free", turned=False)[0]
-
-    def columns_of_experts(self, x, sizes, role, sides):
-        if self._emulates_experts(x, sides):
-            return super().columns_of_experts(x, sizes, role, sides)
-        return round_both_ways(x, self._format(role), self.scales == "free", sizes, plain=False)[1]
-
-    def gradient_of_experts(self, g, sizes, sides):
-        if self._emulates_experts(g, sides):
-            return super().gradient_of_experts(g, sizes, sides)
-        return round_both_ways(g, self._format("gradient"), self.scales == "free", sizes)
+    def round_experts(self, x, sizes, role, sides, **ways):
+        if self.gradient_kernel(x.dtype, (1, *sides)).name == "xla":
+            return super().round_experts(x, sizes, role, sides, **ways)
+        return round_both_ways(x, self._format(role), self.scales == "free", sizes, **ways)
 
     def weights_of_experts(self, value, contracted):
-        if self._emulates_experts(value, value.shape[1:]):
+        if self.gradient_kernel(value.dtype, value.shape).name == "xla":
             return super().weights_of_experts(value, contracted)
         return round_square(value, self._format("weight"), self.scales == "free", contracted == 0)
-
-    def _emulates_experts(self, x: jax.Array, sides: tuple[int, int]) -> bool:
-        """Whether plain JAX rounds for experts with weights of such sides: all or nothing."""
-        return self.gradient_kernel(x.dtype, (1, *sides)).name == "xla"
 
     def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
         """The kernels that round a matrix [M, N], or multiply so, of sizes (M, K, N)."""

@@ -11,8 +11,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.fp8.blocks import Blocks
-from mjax.kernels.fp8.channels import Channels8
 from mjax.models.base.weight import Weight
 from mjax.models.moe.dispatch import (
     Dispatch,
@@ -22,20 +20,15 @@ from mjax.models.moe.dispatch import (
     sums_of_rows,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.grouped_linear import (
-    product_of_rows,
-    rounded_gradient,
-    rounded_rows,
-    weight_cotangent,
-)
+from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight_cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
-    rows = rounded_rows(x, up, "input")
+    rows, _ = rounded_rows(x, up, None, "input", turned=False)
     rows = jax.tree.map(lambda part: rows_of_tokens(part, dispatch), rows)
-    h = _products_of_rows(rows, up, dispatch, expert.kernel, x.dtype)
+    h = product_of_rows(rows, up, dispatch.sizes, expert.kernel, 0)
     return h.reshape(-1, *up.value.shape[2:])
 
 
@@ -51,9 +44,9 @@ def backward_of_up(
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    by_rows, by_columns = rounded_gradient(dh, up, dispatch.sizes)
+    by_rows, by_columns = rounded_rows(dh, up, dispatch.sizes, "gradient")
     d_up = weight_cotangent(up, rows, by_columns, dispatch.sizes, expert.kernel)
-    d_rows = product_of_rows(by_rows, up, dispatch.sizes, expert.kernel, 1, dh.dtype)
+    d_rows = product_of_rows(by_rows, up, dispatch.sizes, expert.kernel, 1)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up
 
@@ -78,8 +71,8 @@ def multiply_down(
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
     of_rows = gates_of_rows(gates, dispatch)
-    rows = rounded_rows(expert.weighted(h, of_rows), down, "input")
-    y = _products_of_rows(rows, down, dispatch, expert.kernel, h.dtype)
+    rows, _ = rounded_rows(expert.weighted(h, of_rows), down, None, "input", turned=False)
+    y = product_of_rows(rows, down, dispatch.sizes, expert.kernel, 0)
     return sums_of_rows(y, dispatch)
 
 
@@ -98,9 +91,9 @@ def backward_of_down(
     dy = rows_of_tokens(dy, dispatch)
     of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    by_rows, by_columns = rounded_gradient(dy, down, dispatch.sizes)
+    by_rows, by_columns = rounded_rows(dy, down, dispatch.sizes, "gradient")
     d_down = weight_cotangent(down, rows, by_columns, dispatch.sizes, expert.kernel)
-    d_rows = product_of_rows(by_rows, down, dispatch.sizes, expert.kernel, 1, dy.dtype)
+    d_rows = product_of_rows(by_rows, down, dispatch.sizes, expert.kernel, 1)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down
 
@@ -110,15 +103,6 @@ def _multiply_down_backward(expert, saved, dy):
 
 
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
-
-
-def _products_of_rows(
-    x: jax.Array | Blocks, w: Weight, dispatch: Dispatch, kernel: str, dtype: jnp.dtype
-) -> jax.Array:
-    """Rows x [M, inputs], each times its expert's matrix, [M, outputs]."""
-    if isinstance(w.value, Channels8):
-        return w.value.grouped_product(x, dispatch.sizes, kernel)
-    return product_of_rows(x, w, dispatch.sizes, kernel, 0, dtype)
 
 
 def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:

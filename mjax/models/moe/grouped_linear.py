@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mjax.kernels.fp8.block_recipes import OperandRole
 from mjax.kernels.fp8.blocks import Blocks
+from mjax.kernels.fp8.channels import Channels8
 from mjax.kernels.matmul.grouped import (
     grouped_matmul,
     grouped_weight_gradient,
@@ -26,44 +27,32 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
     return value.reshape(*w.value.shape[:2], -1)
 
 
-def rounded_rows(x: jax.Array, w: Weight, role: OperandRole) -> jax.Array | Blocks:
-    """Rows [M, C] as a product over C with `w` reads them."""
-    if w.recipe is None:
-        return x
-    return w.recipe.rows_of_experts(x, role, _sides(w))
+def rounded_rows(
+    x: jax.Array, w: Weight, sizes: jax.Array | None, role: OperandRole, **ways: bool
+) -> tuple[jax.Array | Blocks, jax.Array | Blocks]:
+    """Rows [M, C] of experts as products over C with `w`, and over each one's rows, read them.
 
-
-def rounded_gradient(
-    g: jax.Array, w: Weight, sizes: jax.Array
-) -> tuple[jax.Array, jax.Array] | tuple[Blocks, Blocks]:
-    """The gradients [M, outputs] of rows' products as those of the input and of `w` read them."""
+    ways: `plain=False` or `turned=False`, where one is not wanted; the first needs no sizes.
+    """
     if w.recipe is None:
-        return g, g
-    return w.recipe.gradient_of_experts(g, sizes, _sides(w))
+        return x, x
+    return w.recipe.round_experts(x, sizes, role, _sides(w), **ways)
 
 
 def _sides(w: Weight) -> tuple[int, int]:
     return w.value.shape[1], math.prod(w.value.shape[2:])
 
 
-def rounded_matrices(w: Weight, dtype: jnp.dtype, contracted: int) -> jax.Array | Blocks:
-    """`matrices_of` as a product over their inputs (0) or outputs (1) reads them."""
-    matrices = matrices_of(w, dtype)
-    if w.recipe is None:
-        return matrices
-    return w.recipe.weights_of_experts(matrices, contracted)
-
-
 def product_of_rows(
-    x: jax.Array | Blocks,
-    w: Weight,
-    sizes: jax.Array,
-    kernel: str,
-    contracted: int,
-    dtype: jnp.dtype,
+    x: jax.Array | Blocks, w: Weight, sizes: jax.Array, kernel: str, contracted: int
 ) -> jax.Array:
-    """Rows x of `rounded_rows` times their expert's matrix, or its transpose if it contracts 1."""
-    matrices = rounded_matrices(w, dtype, contracted)
+    """Rows that `rounded_rows` made times their expert's matrix (0), or its transpose (1)."""
+    if isinstance(w.value, Channels8):
+        return w.value.grouped_product(x, sizes, kernel)
+    dtype = w.value.dtype if isinstance(x, Blocks) else x.dtype
+    matrices = matrices_of(w, dtype)
+    if w.recipe is not None:
+        matrices = w.recipe.weights_of_experts(matrices, contracted)
     if isinstance(x, Blocks):
         from mjax.kernels.fp8.block_mosaic import multiply_rows_of_groups
 
@@ -78,13 +67,13 @@ def weight_cotangent(
 
     Weights in few bits have none.
 
-    x [M, inputs] are the rows of the experts, g the second of `rounded_gradient`.
+    x [M, inputs] are the rows of the experts, g their products' gradients, rounded over rows.
     """
     total, dtype = w.grad_sum, x.dtype
     if w.is_coded:
         return None
     if w.recipe is not None:
-        x = w.recipe.columns_of_experts(x, sizes, "input", _sides(w))
+        _, x = rounded_rows(x, w, sizes, "input", plain=False)
         nothing = jnp.zeros_like(w.scales)
         w = replace(w, scales=nothing)
     matrices = None if total is None else total.reshape(len(sizes), *_sides(w))
