@@ -109,7 +109,7 @@ class BlockJob:
 
     @property
     def cluster_tile(self) -> GroupTile:
-        """What a cluster takes."""
+        """Lines and columns of a cluster's tiles, as a tile."""
         return GroupTile(*self.tile.of_cluster, self.tile.slots, self.tile.band)
 
     @property
@@ -144,7 +144,7 @@ def multiply_rows_of_groups(
 ) -> jax.Array:
     """Rows a [M, K], sorted by group, times the transpose of b [G, N, K] of their group, [M, N].
 
-    Blocks of b are square; `sizes` int32 [G] count the rows. Those of no group become zeros.
+    Blocks of b are square; `sizes` int32 [G] count the rows. Rows of no group become zeros.
     """
     operands, (groups, n, _) = _operands_of(a, b), b.values.shape
     m, steps = len(operands["a"]), a.values.shape[1] // DEPTH
