@@ -1,9 +1,10 @@
-"""`python -m benchmarks.block_matmul [--shape M,K,N]`: products of 128-blocks on a Hopper GPU.
+"""`python -m benchmarks.block_matmul [--shape M,K,N | --experts M,E,K,N]`: 128-blocks on Hopper.
 
 TFLOP/s of several tiles with operands ready, each checked against the product in plain JAX, forward
 also with a factor for each column of the weight; the rates of the kernels that round; and the three
 products of a matmul with all roundings, beside those of bf16. What does not compile or run says so
-in its row.
+in its row. `--experts` has the same of grouped products: M rows that are random experts' of E, as
+those of Mixtral (16384,8,4096,14336) and of Qwen3-30B-A3B (65536,128,2048,768).
 """
 
 import argparse
@@ -20,7 +21,9 @@ from mjax.kernels.fp8 import block_rounding
 from mjax.kernels.fp8.block_recipes import Block128
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, Blocks, multiply_blocks
+from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
 from mjax.models.base.weight import Weight, matmul
+from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight_cotangent
 
 # lines, columns, slots, tiles of a band, blocks of a cluster, stages
 SQUARE = [
@@ -47,12 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.block_matmul", description=__doc__)
     parser.add_argument("--shape", default="8192,4096,14336", help="M, K, N (default %(default)s)")
     parser.add_argument("--samples", type=int, default=7, help="the median counts (default 7)")
+    parser.add_argument("--experts", help="M, E, K, N: the products of experts instead")
     args = parser.parse_args(argv)
     shape = read_numbers("--shape", args.shape)
     if len(shape) != 3 or any(n < 128 or n % 128 for n in shape):
         raise UserError("--shape: give M,K,N, multiples of 128")
+    of_experts = read_numbers("--experts", args.experts) if args.experts else None
+    if of_experts and (len(of_experts) != 4 or any(n % 128 for n in of_experts[2:])):
+        raise UserError("--experts: give M,E,K,N; K and N are multiples of 128")
     if not chooser.on_hopper():
         raise UserError("benchmarks.block_matmul: needs a Hopper GPU and jax >= 0.11")
+    if of_experts:
+        measure_experts(*of_experts, args)
+        return 0
     m, k, n = shape
     x, w, g = draw((m, k)), draw((k, n), 1), draw((m, n), 2)
     both_ways = partial(round_both_ways, to=E4M3)
@@ -89,14 +99,22 @@ def measure_rounding(name, rounding, value, bytes_of_element, args) -> None:
 
 def measure_tiles(name, tiles, operands, dtype, flops, samples) -> None:
     """Print a row for each tile."""
-    from mjax.kernels.fp8.block_mosaic import BlockTile, multiply_on_hopper
+    from mjax.kernels.fp8.block_mosaic import multiply_on_hopper
 
     want = jax.jit(partial(multiply_blocks, dtype=jnp.float32, promoted=128))(*operands)
-    norm = float(jnp.linalg.norm(want))
+    product = partial(multiply_on_hopper, dtype=dtype)
+    measure_product(name, tiles, product, operands, want, flops, samples)
+
+
+def measure_product(name, tiles, product, operands, want, flops, samples) -> None:
+    """Print a row for each tile of a product, whose result should be `want`."""
+    from mjax.kernels.fp8.block_mosaic import BlockTile
+
+    norm = float(jnp.linalg.norm(want.astype(jnp.float32)))
     for numbers in tiles:
         label = f"{name:9} {' x '.join(map(str, numbers[:2])):10} {numbers[2:]!s:14}"
         try:
-            run = partial(multiply_on_hopper, dtype=dtype, tile=BlockTile(*numbers))
+            run = partial(product, tile=BlockTile(*numbers))
             program = jax.jit(run).lower(*operands).compile()
             got = program(*operands)
             error = float(jnp.linalg.norm(got.astype(jnp.float32) - want)) / norm
@@ -106,20 +124,63 @@ def measure_tiles(name, tiles, operands, dtype, flops, samples) -> None:
             print(f"{label} {type(error).__name__}: {str(error)[:100]}", flush=True)
 
 
-def measure_layer(x, w, g, flops, samples) -> None:
+def measure_experts(m, experts, k, n, args) -> None:
+    """Print the rows of grouped products of `experts` weights [K, N]."""
+    from mjax.kernels.fp8.block_mosaic import multiply_rows_of_groups, weight_gradient_of_groups
+
+    chosen = jax.random.randint(jax.random.key(3), (m,), 0, experts)
+    sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
+    x, w, g = draw((m, k)), draw((experts, k, n), 1), draw((m, n), 2)
+    flops, bf16 = 2.0 * m * k * n, jnp.bfloat16
+    print(f"{m} rows of {experts} x {k} x {n}, {jax.devices()[0].device_kind}: TFLOP/s (error)")
+    rounded = jax.jit(lambda x: round_both_ways(x, E4M3, False, sizes))
+    (x8, x_turned), (_, g_turned) = rounded(x), rounded(g)
+    w8 = jax.jit(partial(round_square, to=E4M3, free=False, turned=True))(w)
+    emulated = Block128(emulates=True)
+    want = jax.jit(
+        lambda x8, w: grouped_matmul(x8.numbers(), emulated.weights_of_experts(w, 0), sizes)
+    )
+    forward = partial(multiply_rows_of_groups, sizes=sizes, dtype=bf16)
+    measure_product("forward", SQUARE, forward, (x8, w8), want(x8, w), flops, args.samples)
+    want = jax.jit(
+        lambda x, g: grouped_weight_gradient(
+            *(emulated.round_experts(a, sizes, "input", (k, n))[1] for a in (x, g)),
+            sizes,
+        )
+    )
+    gradient = partial(weight_gradient_of_groups, sizes=sizes, dtype=bf16)
+    turned = x_turned, g_turned
+    measure_product("d_weight", LINES, gradient, turned, want(x, g), flops, args.samples)
+    measure_rounding(
+        "experts, both ways", lambda x: round_both_ways(x, E4M3, False, sizes), x, 4, args
+    )
+    measure_rounding(
+        "stack, turned", partial(round_square, to=E4M3, free=False, turned=True), w, 3, args
+    )
+    measure_layer(x, w, g, 3 * flops, args.samples, partial(products_of_experts, sizes=sizes))
+
+
+def products_of_experts(recipe, x, w, g, sizes):
+    """y, and the gradients of x and of w, of a grouped matmul of the model."""
+    weight = Weight(w, scales=None if recipe is None else jnp.zeros(3), recipe=recipe)
+    facts = weight, sizes, "mosaic"
+    y = product_of_rows(rounded_rows(x, weight, sizes, "input", turned=False)[0], *facts, 0)
+    by_rows, by_columns = rounded_rows(g, weight, sizes, "gradient")
+    dx = product_of_rows(by_rows, *facts, 1)
+    return y, dx, weight_cotangent(weight, x, by_columns, sizes, "mosaic").value
+
+
+def products_of_matmul(recipe, x, w, g):
+    """y, and the gradients of x and of w, of a matmul of the model."""
+    scales = None if recipe is None else jnp.zeros(3)
+    y, pull = jax.vjp(lambda x, w: matmul(x, Weight(w, scales=scales, recipe=recipe)), x, w)
+    return y, *pull(g)
+
+
+def measure_layer(x, w, g, flops, samples, run=products_of_matmul) -> None:
     """Print the rate of y and both gradients, with roundings, in blocks and in bf16."""
     for name, recipe in (("blocks", Block128()), ("bf16", None)):
-
-        @jax.jit
-        def products(x, w, g, recipe=recipe):
-            scales = None if recipe is None else jnp.zeros(3)
-
-            def product(x, w):
-                return matmul(x, Weight(w, scales=scales, recipe=recipe))
-
-            y, pull = jax.vjp(product, x, w)
-            return y, *pull(g)
-
+        products = jax.jit(partial(run, recipe))
         try:
             ms = launch_ms(partial(products, x, w, g), samples)
             print(f"three products and roundings, {name:6} {flops / ms / 1e9:7.0f}  {ms:.3f} ms")

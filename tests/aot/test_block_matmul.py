@@ -13,8 +13,8 @@ from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.weight import Weight, matmul
 from mjax.plan.absent_devices import as_on, compiler_devices
 from tests.aot.common import H200, compile_step, missing
-from tests.aot.test_grouped import compiled
-from tests.marks import slow
+from tests.aot.test_grouped import SMALL, compiled
+from tests.marks import exhaustive, slow
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
@@ -74,6 +74,55 @@ def test_a_weight_s_gradient_is_added_to_its_sum_in_place():
     assert program.as_text().count('custom_call_target="mosaic_gpu') == 1
     memory = program.memory_analysis()
     assert (memory.alias_size_in_bytes, memory.temp_size_in_bytes) == (4 * K * N, 0)
+
+
+# rows, experts, inputs, outputs: Mixtral's, and those of Qwen3-30B-A3B
+EXPERTS = [(16384, 8, 4096, 14336), (65536, 128, 2048, 768)]
+
+
+@pytest.mark.parametrize("shape", [EXPERTS[0], pytest.param(EXPERTS[1], marks=exhaustive)])
+@slow
+def test_products_of_experts_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape):
+    """Forward, both gradients, and a weight's gradient added to its sum in place."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    m, experts, k, n = shape
+    padded = m + 128 * (experts + 1)
+    counts, bf16 = ((experts,), jnp.int32), jnp.bfloat16
+
+    def rows(a, of_a, b, of_b, sizes):
+        from mjax.kernels.fp8.block_mosaic import multiply_rows_of_groups
+
+        left, right = Blocks(a, of_a.T, block=(1, 128)), Blocks(b, of_b, block=(128, 128))
+        return multiply_rows_of_groups(left, right, sizes, bf16)
+
+    def gradient(x, of_x, g, of_g, sizes, total=None):
+        from mjax.kernels.fp8.block_mosaic import weight_gradient_of_groups
+
+        left, right = Blocks(x, of_x.T, block=(1, 128)), Blocks(g, of_g.T, block=(1, 128))
+        return weight_gradient_of_groups(left, right, sizes, bf16, total)
+
+    def lines(r, c, dtype):
+        return ((r, c), dtype), ((c // 128, r), jnp.float32)
+
+    def squares(r, c):
+        return ((experts, r, c), E4M3), ((experts, r // 128, c // 128), jnp.float32)
+
+    x, g = lines(k, padded, E4M3), lines(n, padded, E5M2)
+    total = (experts, k, n), jnp.float32
+    programs = [
+        compiled(rows, *lines(m, k, E4M3), *squares(n, k), counts),
+        compiled(rows, *lines(m, n, E5M2), *squares(k, n), counts),
+        compiled(gradient, *x, *g, counts),
+        compiled(gradient, *x, *g, counts, total, donate_argnums=5),
+    ]
+    for program in programs:
+        assert program.as_text().count('custom_call_target="mosaic_gpu') == 1
+        assert program.memory_analysis().temp_size_in_bytes < SMALL
+    assert programs[-1].memory_analysis().alias_size_in_bytes == 4 * experts * k * n
+    told = capfd.readouterr()
+    spilled = re.findall(r"stack frame, (\d+) bytes spill stores", told.out + told.err)
+    assert len(spilled) == len(programs) and max(map(int, spilled)) <= 4
+    assert "C7510" not in told.out + told.err
 
 
 def test_a_matmul_is_seven_calls_and_copies_nothing():

@@ -9,7 +9,7 @@ from mjax.kernels.base.chooser import Device, believed
 from mjax.models import definition_of
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import compile_step, missing
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 WHY_NOT = missing(triton=True)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -53,6 +53,19 @@ def test_in_fp8_a_mixtral_layer_is_six_kernels_of_8_bits(monkeypatch, capfd):
     told = capfd.readouterr()
     said = told.out + told.err
     assert said.count("spill stores") == said.count(" 0 bytes spill stores") == 6
+
+
+@exhaustive
+def test_in_blocks_a_mixtral_layer_is_six_kernels_of_8_bits():
+    """Rows, gradients and weights are rounded for each product, once where two read them."""
+    keys = [*MIXTRAL_LAYER, "precision.fp8=block128", "precision.fp8_experts=true"]
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *keys)
+    kernels = re.findall(r"= .* custom-call\(.*mosaic_gpu_v2.*", made.text)
+    of_experts = [of for of in kernels if "/mlp/" in of]
+    assert len(of_experts) == 6 and all(of.count("f8e") >= 2 for of in of_experts)
+    moved = re.findall(r"^  \S+ = (\S+) (?:copy|transpose|add)\(", _unfused(made.text), re.M)
+    assert moved and not [shape for shape in moved if shape.startswith((*SUMS, "u8[8", "f8e"))]
 
 
 def _unfused(text: str) -> str:

@@ -10,11 +10,12 @@ from mjax.errors import UserError
 from mjax.kernels.base import chooser
 from mjax.kernels.fp8.block_recipes import Block128
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
-from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks
+from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_within_groups, scales_of_powers
+from mjax.kernels.matmul.grouped import reference_rows, reference_weight_gradient
 from mjax.models.base.weight import Weight, matmul
 from tests.gpu.test_grouped_matmul import _close, _poison
 from tests.unit.kernels.test_block_rounding import RULES, draw, same
-from tests.unit.kernels.test_mosaic_blocks import varied
+from tests.unit.kernels.test_mosaic_blocks import experts_both_ways, varied
 
 pytestmark = pytest.mark.skipif(not chooser.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
 
@@ -120,6 +121,69 @@ def test_product_and_gradients_are_the_emulated_ones(recipe, m):
         _close(a, b, BOUND[jnp.bfloat16])
 
 
+@pytest.mark.parametrize("recipe", [Block128(), Block128("e5m2"), Block128(scales="free")])
+def test_experts_are_the_emulated_ones(recipe):
+    """Both matmuls of experts, rounding included, with running sums; some experts get nothing."""
+    fast = jax.jit(lambda: experts_both_ways(recipe, 600, 512, 384, jnp.bfloat16))
+    assert fast.lower().compile().as_text().count('custom_call_target="mosaic_gpu') == 6
+    slow = Block128(recipe.gradients, recipe.scales, emulates=True)
+    want = jax.jit(lambda: experts_both_ways(slow, 600, 512, 384, jnp.bfloat16))()
+    _poison()
+    for a, b in zip(fast(), want, strict=True):
+        _close(a, b, 2 * BOUND[jnp.bfloat16])
+
+
+SIZES = [300, 0, 129, 1, 128, 7]
+
+
+@pytest.mark.parametrize("tile", SQUARE)
+def test_every_tile_multiplies_rows_of_groups(tile):
+    """Rows of no group are NaN, and become zeros; twice the same bits."""
+    from mjax.kernels.fp8.block_mosaic import BlockTile, multiply_rows_of_groups
+
+    m, k, n, counts = 603, 640, 896, jnp.asarray(SIZES, jnp.int32)
+    x = varied(0, (m, k)).at[sum(SIZES) :].set(jnp.nan)
+    w = varied(1, (len(SIZES) * n, k))
+    left = round_both_ways(x, FORMATS["e4m3"], False, turned=False)[0]
+    right = round_square(w.reshape(-1, n, k), FORMATS["e4m3"], False, False)
+    bf16, tile = jnp.bfloat16, BlockTile(*tile)
+    run = jax.jit(lambda a, b: multiply_rows_of_groups(a, b, counts, bf16, tile))
+    _poison()
+    got = run(left, right)
+    numbers = round_square(w, FORMATS["e4m3"], False, False).numbers().reshape(-1, n, k)
+    rows = jnp.where(jnp.isnan(x), 0, left.numbers())
+    _close(got, reference_rows(rows, numbers, counts, 2), BOUND[bf16])
+    _poison()
+    assert bool((got == run(left, right)).all()) and not got[sum(SIZES) :].any()
+
+
+@pytest.mark.parametrize("tile", LINES)
+def test_every_tile_sums_over_groups(tile):
+    """Rows of no group are NaN; added to a sum where it lies."""
+    from mjax.kernels.fp8.block_mosaic import BlockTile, weight_gradient_of_groups
+
+    m, k, n, counts = 603, 640, 896, jnp.asarray(SIZES, jnp.int32)
+    x, g = (varied(i, (m, size)).at[sum(SIZES) :].set(jnp.nan) for i, size in enumerate((k, n)))
+    total = varied(2, (len(SIZES) * k, n)).reshape(-1, k, n)
+
+    def add(x, g, total):
+        x8, g8 = (
+            round_both_ways(a, FORMATS["e4m3"], False, counts, plain=False)[1] for a in (x, g)
+        )
+        return weight_gradient_of_groups(x8, g8, counts, jnp.float32, total, BlockTile(*tile))
+
+    run = jax.jit(add)
+    _poison()
+    got = run(x, g, total)
+    facts = counts, 128, scales_of_powers, FORMATS["e4m3"]
+    want = reference_weight_gradient(
+        round_within_groups(x, *facts), round_within_groups(g, *facts), counts, total
+    )
+    _close(got - total, want - total, BOUND[jnp.float32])
+    _poison()
+    assert bool((got == run(x, g, total)).all())
+
+
 def test_what_is_not_finite_stays_so():
     x = jnp.ones((256, 256), jnp.bfloat16).at[3, 5].set(jnp.nan)
     recipe, scales = Block128(), jnp.zeros(3)
@@ -129,8 +193,6 @@ def test_what_is_not_finite_stays_so():
 
 def test_what_has_no_kernel_is_refused():
     device = jax.devices()[0]
-    Block128().require(device)
+    Block128().require(device, rounds_experts=True)
     with pytest.raises(UserError, match="blocks of 128"):
         Block128(block=32).require(device)
-    with pytest.raises(UserError, match="no kernels for experts"):
-        Block128().require(device, rounds_experts=True)

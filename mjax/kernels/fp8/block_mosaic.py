@@ -7,6 +7,10 @@ arXiv 2412.19437, section 3.3.2). While one warpgroup does so, the other's produ
 lines at a time, so that a sum needs few registers beside the totals. Two blocks of a cluster may
 share the larger operand: each copies half of it to both.
 
+Experts' products are two grouped forms (`BlockJob.grouped`). Rows sorted by expert take tiles as in
+`matmul/grouped_mosaic.py`. A weight's gradient sums over its expert's blocks only: in the turned
+operands each expert's tokens begin at a block, and zeros fill up its last one.
+
 The left operand has a factor for each line. The right one has one for each column, or one for 128
 columns, as weights do; these are read from memory one step ahead.
 Invariants: mover and multipliers count ring slots alike; each element is summed by one block, in
@@ -15,10 +19,10 @@ order, so results are equal bit for bit.
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,8 +31,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.fp8.blocks import Blocks
-from mjax.kernels.matmul.grouped_mosaic import BLOCKS, SLICE_BYTES, drain, in_bands, swizzled_tiles
-from mjax.kernels.matmul.grouped_tiles import HALVES, TMA_ROWS
+from mjax.kernels.matmul import grouped_mosaic as grouped
+from mjax.kernels.matmul.grouped_mosaic import SLICE_BYTES, PartOfSum, swizzled_tiles
+from mjax.kernels.matmul.grouped_tiles import (
+    HALVES,
+    TMA_ROWS,
+    GroupTile,
+    bounds_of_groups,
+    tiles_of_rows,
+)
 
 DEPTH = 128  # terms of a sum in the tensor cores: a block's side, and the bytes of a slot's line
 WAVE = 64  # lines of a product of the tensor cores
@@ -78,7 +89,8 @@ LINES_TILE = BlockTile(256, 128, 4, cluster=2, stages=1)  # both are in blocks o
 class BlockJob:
     """A product [lines, columns] of sums of `steps` blocks, square ones of the right operand.
 
-    adds: to what is there.
+    adds: to what is there. grouped: whether lines have groups, each with a right operand of its
+    own, or sums have, each with a product of its own. groups: how many there are.
     """
 
     lines: int
@@ -87,11 +99,23 @@ class BlockJob:
     square: bool
     adds: bool
     tile: BlockTile
+    grouped: Literal["lines", "sums"] | None = None
+    groups: int = 1
 
     @property
     def chunk(self) -> int:
         """Columns of a tile that have one factor in a square block."""
         return math.gcd(self.tile.columns, DEPTH)
+
+    @property
+    def cluster_tile(self) -> GroupTile:
+        """Lines and columns of a cluster's tiles, as a tile."""
+        return GroupTile(*self.tile.of_cluster, self.tile.slots, self.tile.band)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Clusters that cover the lines, and the columns."""
+        return pl.cdiv(self.lines, self.cluster_tile.lines), self.cluster_tile.across(self.columns)
 
 
 def multiply_on_hopper(
@@ -108,71 +132,121 @@ def multiply_on_hopper(
     """
     if total is not None and (total.dtype != jnp.float32 or len(total) % TMA_ROWS):
         return total + multiply_on_hopper(a, b, dtype, tile=tile)
-    m, square = len(a.values), b.block[0] > 1
+    square, operands = b.block[0] > 1, _operands_of(a, b)
     tile = tile or (SQUARE_TILE if square else LINES_TILE)
-    missing = -m % TMA_ROWS
-    values = jnp.pad(a.values, ((0, missing), (0, 0)))
-    factors = jnp.pad(a.factors.T, ((0, 0), (0, missing)))
-    of_right = b.factors if square else b.factors.T
-    sizes = m + missing, len(b.values), values.shape[1] // DEPTH
-    operands = dict(a=values, b=b.values, a_factors=factors, b_factors=of_right)
-    if total is None:
-        job, out = BlockJob(*sizes, square, False, tile), jax.ShapeDtypeStruct(sizes[:2], dtype)
-        return _launch_blocks(job, operands, out)[:m]
-    operands["out"] = jax.new_ref(total)
-    _launch_blocks(BlockJob(*sizes, square, True, tile), operands, total)
-    return jax.freeze(operands["out"])
+    sizes = len(operands["a"]), len(b.values), a.values.shape[1] // DEPTH
+    job = BlockJob(*sizes, square, total is not None, tile)
+    return _launch_blocks(job, operands, sizes[:2], dtype, total)[: len(a.values)]
 
 
-def _launch_blocks(job, operands, out):
-    """Walk over all tiles of the product; factors are [K / 128, M], [K / 128, N] or square ones."""
-    tile, across = job.tile, "neighbor"
-    rows, columns = (
-        -(-n // size) for n, size in zip((job.lines, job.columns), tile.of_cluster, strict=True)
+def multiply_rows_of_groups(
+    a: Blocks, b: Blocks, sizes: jax.Array, dtype: jnp.dtype, tile: BlockTile | None = None
+) -> jax.Array:
+    """Rows a [M, K], sorted by group, times the transpose of b [G, N, K] of their group, [M, N].
+
+    Blocks of b are square; `sizes` int32 [G] count the rows. Rows of no group become zeros.
+    """
+    operands, (groups, n, _) = _operands_of(a, b), b.values.shape
+    m, steps = len(operands["a"]), a.values.shape[1] // DEPTH
+    job = BlockJob(m, n, steps, True, False, tile or SQUARE_TILE, "lines", groups)
+    tiles, last = tiles_of_rows(sizes, m, job.cluster_tile.lines)
+    operands |= dict(tiles=tiles, last=last)
+    most = len(tiles) * job.grid[1]
+    return _launch_blocks(job, operands, (m, n), dtype, most=most)[: len(a.values)]
+
+
+def weight_gradient_of_groups(
+    a: Blocks,
+    b: Blocks,
+    sizes: jax.Array,
+    dtype: jnp.dtype,
+    total: jax.Array | None = None,
+    tile: BlockTile = LINES_TILE,
+) -> jax.Array:
+    """[G, K, N]: a [K, P] times the transpose of b [N, P], over the columns of each group alone.
+
+    Groups of `sizes` int32 [G] columns begin at multiples of 128, and zeros fill them up. A `total`
+    fp32 [G, K, N] is added to where it lies, any other afterwards.
+    """
+    if total is not None and total.dtype != jnp.float32:
+        return total + weight_gradient_of_groups(a, b, sizes, dtype, tile=tile)
+    begins, ends = bounds_of_groups(-(-sizes // DEPTH) * DEPTH)
+    operands = _operands_of(a, b) | dict(begins=begins, ends=ends)
+    shape = len(sizes), len(a.values), len(b.values)
+    steps = a.values.shape[1] // DEPTH
+    job = BlockJob(*shape[1:], steps, False, total is not None, tile, "sums", len(sizes))
+    return _launch_blocks(job, operands, shape, dtype, total)
+
+
+def _operands_of(a, b):
+    """Values, and factors as the kernel reads them; the rows of a are filled up for TMA."""
+    missing = -len(a.values) % TMA_ROWS
+    return dict(
+        a=jnp.pad(a.values, ((0, missing), (0, 0))),
+        b=b.values,
+        a_factors=jnp.pad(a.factors.T, ((0, 0), (0, missing))),
+        b_factors=b.factors if b.block[0] > 1 else b.factors.T,
     )
-    total = rows * columns
-    width = min(BLOCKS // tile.cluster, total)
-    names = [*operands, *(() if job.adds else ("out",))]
 
-    def body(*gmem, **smem):
-        refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-        half, block = lax.axis_index("half"), lax.axis_index("block")
-        rounds = lax.div(total - block + width - 1, jnp.int32(width))
 
-        def place(i):
-            line, column = in_bands(i * width + block, rows, columns, tile.band)
-            line, column = line * tile.of_cluster[0], column * tile.of_cluster[1]
-            own = lax.axis_index(across) if tile.cluster > 1 else 0
-            if tile.shares_lines:
-                return SimpleNamespace(line=line, column=column + own * tile.columns)
-            return SimpleNamespace(line=line + own * tile.lines, column=column)
+def _launch_blocks(job, operands, shape, dtype, total=None, most=None):
+    """Walk over all tiles of the product; factors are [K / 128, M], [K / 128, N] or square ones.
 
-        def walk(one: Callable) -> jax.Array:
-            return lax.fori_loop(0, rounds, one, jnp.int32(0))
-
-        @pl.when(half == HALVES)
-        def _():
-            plgpu.set_max_registers(_REGISTERS_OF_ROLES[0], action="decrease")
-            drain(refs, walk(lambda i, count: _move_blocks(job, refs, place(i), count)))
-
-        @pl.when(half < HALVES)
-        def _():
-            plgpu.set_max_registers(_REGISTERS_OF_ROLES[1], action="increase")
-            walk(lambda i, count: _multiply_tile(job, refs, half, place(i), count))
-            plgpu.wait_smem_to_gmem(0)
-
-    cluster = dict(cluster=(tile.cluster,), cluster_names=(across,)) if tile.cluster > 1 else {}
-    run = plgpu.kernel(
-        body,
-        out_type=() if job.adds else out,
-        scratch_types=_ring_of_blocks(job, operands["a"].dtype, operands["b"].dtype, out.dtype),
-        grid=(width,),
-        grid_names=("block",),
-        num_threads=HALVES + 1,
-        thread_name="half",
-        **cluster,
+    There are at most `most` clusters' tiles.
+    """
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    if job.adds:
+        operands["out"], out = jax.new_ref(total), total
+    made = grouped.launch_items(
+        most or job.groups * math.prod(job.grid),
+        partial(_item_of_tiles, job),
+        partial(_move_blocks, job),
+        partial(_multiply_tile, job),
+        operands,
+        None if job.adds else out,
+        _ring_of_blocks(job, operands["a"].dtype, operands["b"].dtype, out.dtype),
+        _REGISTERS_OF_ROLES,
+        job.tile.cluster,
     )
-    return run(*operands.values())
+    return jax.freeze(operands["out"]) if job.adds else made
+
+
+def _item_of_tiles(job, refs):
+    """How `launch_items` finds tiles: line and column, first block and steps of the sums, groups.
+
+    `right` and `out` are the index of a group's right operand, and of its product.
+    """
+    tile, size, grid = job.tile, job.cluster_tile, job.grid
+    if job.grouped == "lines":
+        number, read, facts = grouped.item_of_rows(size, job.steps, grid[1], job.groups, refs)
+    elif job.grouped == "sums":
+        number, read, facts = grouped.item_of_weights(size, job.groups, grid, DEPTH, DEPTH, refs)
+    else:
+        number, read = jnp.int32(math.prod(grid)), lambda _: ()
+
+    def of_cluster(item, known):
+        if job.grouped is None:
+            line, column = grouped.in_bands(item, *grid, tile.band)
+            place = dict(line=line * size.lines, column=column * size.columns)
+            return SimpleNamespace(**place, block=0, steps=job.steps, right=(), out=())
+        at = facts(item, known)
+        if job.grouped == "sums":
+            at.block, at.right, at.out = lax.div(at.start, DEPTH), (), (at.group,)
+        else:
+            at.begin, at.end = at.start + at.first, at.start + at.stop
+            at.right, at.out = (jnp.minimum(at.group, job.groups - 1),), ()
+            at.line, at.block = at.start, 0
+        return at
+
+    def own(item, known):
+        at = of_cluster(item, known)
+        if tile.cluster > 1 and tile.shares_lines:
+            at.column += lax.axis_index("neighbor") * tile.columns
+        elif tile.cluster > 1:
+            at.line += lax.axis_index("neighbor") * tile.lines
+        return at
+
+    return number, read, own
 
 
 def _ring_of_blocks(job, a_dtype, b_dtype, dtype):
@@ -198,6 +272,8 @@ def _ring_of_blocks(job, a_dtype, b_dtype, dtype):
     )
     if not job.square:
         ring["of_columns"] = plgpu.SMEM((tile.slots, tile.columns), jnp.float32)
+    if job.grouped == "lines":
+        ring["some"] = plgpu.SMEM((HALVES, WAVE, width), dtype)  # any row of it can be copied alone
     return ring
 
 
@@ -208,20 +284,23 @@ def _move_blocks(job, refs, at, count):
     both = dict(collective_axes="neighbor") if tile.cluster > 1 else {}
     left, right = (both, {}) if tile.shares_lines else ({}, both)
 
-    @pl.loop(0, job.steps)
+    @pl.loop(0, at.steps)
     def _step(i):
-        slot, part = lax.rem(count + i, tile.slots), pl.ds(i * DEPTH, DEPTH)
+        slot, block = lax.rem(count + i, tile.slots), at.block + i
+        part = pl.ds(block * DEPTH, DEPTH)
         pl.when(count + i >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         ready = refs.ready.at[slot]
         for half, line in enumerate(lines):
             plgpu.copy_gmem_to_smem(refs.a.at[line, part], refs.left.at[slot, half], ready, **left)
-        plgpu.copy_gmem_to_smem(refs.b.at[columns, part], refs.right.at[slot], ready, **right)
-        of_lines = refs.a_factors.at[i, pl.ds(at.line, tile.lines)]
+        right_of_step = refs.b.at[*at.right, columns, part]
+        plgpu.copy_gmem_to_smem(right_of_step, refs.right.at[slot], ready, **right)
+        of_lines = refs.a_factors.at[block, pl.ds(at.line, tile.lines)]
         plgpu.copy_gmem_to_smem(of_lines, refs.of_lines.at[slot], ready)
         if not job.square:
-            plgpu.copy_gmem_to_smem(refs.b_factors.at[i, columns], refs.of_columns.at[slot], ready)
+            of_columns = refs.b_factors.at[block, columns]
+            plgpu.copy_gmem_to_smem(of_columns, refs.of_columns.at[slot], ready)
 
-    return count + job.steps
+    return count + at.steps
 
 
 def _multiply_tile(job, refs, half, at, count):
@@ -232,13 +311,14 @@ def _multiply_tile(job, refs, half, at, count):
         """The factors of each chunk's block in a step."""
         if not job.square:
             return ()
-        last = refs.b_factors.shape[0] - 1
+        last = refs.b_factors.shape[-2] - 1
         starts = (at.column + chunk * job.chunk for chunk in range(chunks))
-        return tuple(refs.b_factors[jnp.minimum(lax.div(n, DEPTH), last), i] for n in starts)
+        blocks = [jnp.minimum(lax.div(n, DEPTH), last) for n in starts]
+        return tuple(refs.b_factors[*at.right, block, i] for block in blocks)
 
     def step(i, state):
         totals, factors = state
-        ahead = squares(jnp.minimum(i + 1, job.steps - 1))
+        ahead = squares(jnp.minimum(i + 1, at.steps - 1))
         slot = lax.rem(count + i, job.tile.slots)
         plgpu.barrier_wait(refs.ready.at[slot])
         made = []
@@ -251,9 +331,9 @@ def _multiply_tile(job, refs, half, at, count):
 
     zeros = plgpu.layout_cast(jnp.zeros((WAVE, job.chunk), jnp.float32), plgpu.Layout.WGMMA)
     first = [[zeros] * chunks] * waves, squares(0)
-    totals, _ = lax.fori_loop(0, job.steps, step, first)
+    totals, _ = lax.fori_loop(0, at.steps, step, first)
     _write_tile(job, refs, half, totals, at)
-    return count + job.steps
+    return count + at.steps
 
 
 def _scaled_sum_of_slot(job, refs, half, slot, wave, factors):
@@ -296,21 +376,30 @@ def _write_tile(job, refs, half, totals, at):
     A copy of as much as there is in memory would begin at the first line or column.
     """
     tile, width = job.tile, SLICE_BYTES // refs.out.dtype.itemsize
-    skips = len(totals) > 1 and job.columns % tile.columns  # parts before others
+    by_rows = job.grouped == "lines"
+    skips = len(totals) > 1 and (job.columns % tile.columns or by_rows)  # parts before others
     starts, reduction = range(0, tile.columns, width), "add" if job.adds else None
 
-    def leave(number, line, column, values):
+    def leave(number, line, part):
         # The last copy from this stage has read it; a tile before may have ended with any stage.
         pending = 0 if skips else min(number, tile.stages - 1)
         stage = refs.stages.at[half, number % tile.stages]
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        stage[...] = values.astype(stage.dtype)
+        stage[...] = part.values
         plgpu.commit_smem()
-        target = refs.out.at[pl.ds(line, WAVE), pl.ds(column, width)]
+        target = refs.out.at[*at.out, pl.ds(line, WAVE), pl.ds(part.column, width)]
         plgpu.copy_smem_to_gmem(stage, target, reduction_op=reduction)
 
     for number, (wave, first) in enumerate(itertools.product(range(len(totals)), starts)):
         line, column = at.line + half * tile.half + wave * WAVE, at.column + first
         chunk, start = totals[wave][first // job.chunk], first % job.chunk
-        part = number, line, column, chunk[:, start : start + width]
-        pl.when((line < job.lines) & (column < job.columns))(partial(leave, *part))
+        part = PartOfSum(chunk[:, start : start + width].astype(refs.out.dtype), column)
+        is_inside = (line < job.lines) & (column < job.columns)
+        if by_rows:
+            begin, end = jnp.maximum(at.begin - line, 0), jnp.minimum(at.end - line, WAVE)
+            is_inside &= end - begin == WAVE
+            some = partial(grouped.store_some, refs.some.at[half], part, refs.out, line, begin, end)
+            pl.when((end > begin) & (end - begin < WAVE))(some)
+        elif job.grouped and job.adds:
+            is_inside &= at.steps > 0
+        pl.when(is_inside)(partial(leave, number, line, part))

@@ -151,15 +151,26 @@ class BlockScaled:
 
     # ---- what grouped matmuls of experts ask -----------------------------------------------------
 
-    def rows_of_experts(self, x: jax.Array, role: OperandRole) -> jax.Array:
-        """Rows [M, C] of experts as a product over C reads them: numbers in x's dtype."""
-        return self._rows(x, role, LOCAL).numbers().astype(x.dtype)
+    def round_experts(
+        self,
+        x: jax.Array,
+        sizes: jax.Array | None,
+        role: OperandRole,
+        sides: tuple[int, int],
+        *,
+        plain: bool = True,
+        turned: bool = True,
+    ) -> tuple[jax.Array | Blocks | None, jax.Array | Blocks | None]:
+        """Rows [M, C] of experts as products over C, and over each one's rows, read them.
 
-    def columns_of_experts(self, x: jax.Array, sizes: jax.Array, role: OperandRole) -> jax.Array:
-        """Rows [M, C] as a product over each expert's rows reads them: numbers in x's dtype."""
-        return round_within_groups(x, sizes, self.side, self._rule, self._format(role))
+        sides: the inputs and outputs of the experts' weights. plain, turned: whether each is
+        wanted; the first needs no sizes. They are numbers in x's dtype, or `Blocks` for kernels.
+        """
+        rows = self._rows(x, role, LOCAL).numbers().astype(x.dtype) if plain else None
+        facts = sizes, self.side, self._rule, self._format(role)
+        return rows, round_within_groups(x, *facts) if turned else None
 
-    def weights_of_experts(self, value: jax.Array, contracted: int) -> jax.Array:
+    def weights_of_experts(self, value: jax.Array, contracted: int) -> jax.Array | Blocks:
         """Weights [E, K, N] as a product over an axis of each reads them: numbers."""
 
         def one(matrix: jax.Array) -> jax.Array:
@@ -272,6 +283,16 @@ class Block128(BlockScaled):
 
         return multiply_on_hopper(a, b, dtype, total)
 
+    def round_experts(self, x, sizes, role, sides, **ways):
+        if self.gradient_kernel(x.dtype, (1, *sides)).name == "xla":
+            return super().round_experts(x, sizes, role, sides, **ways)
+        return round_both_ways(x, self._format(role), self.scales == "free", sizes, **ways)
+
+    def weights_of_experts(self, value, contracted):
+        if self.gradient_kernel(value.dtype, value.shape).name == "xla":
+            return super().weights_of_experts(value, contracted)
+        return round_square(value, self._format("weight"), self.scales == "free", contracted == 0)
+
     def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
         """The kernels that round a matrix [M, N], or multiply so, of sizes (M, K, N)."""
         return choose("block_matmul", dtype, shape, side=self.side, emulates=self.emulates)
@@ -279,11 +300,6 @@ class Block128(BlockScaled):
     def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         if self.emulates or self.side != KERNEL_SIDE or not (on_hopper(device) and has_triton()):
             super().require(device, rounds_experts)
-        elif rounds_experts:
-            raise UserError(
-                "precision.fp8_experts: block128 has no kernels for experts on GPUs; set it to "
-                "false, or precision.fp8_emulate=true, which is slow"
-            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import triton.language as tl
 @triton.jit
 def round_lines_both_ways(
     x,
+    tiles,
     values,
     factors,
     turned,
@@ -18,29 +19,34 @@ def round_lines_both_ways(
     M: tl.constexpr,
     N: tl.constexpr,
     PADDED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TURNED: tl.constexpr,
     FREE: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """x [M, N] in blocks along rows: `values` [M, N], `factors` [N / 128, M]; along columns:
-    `turned` [N, PADDED], `turned_factors` [PADDED / 128, N].
+    """x [M, N] in blocks along rows, if PLAIN: `values` [M, N], `factors` [N / 128, M]; along
+    columns, if TURNED: `turned` [N, PADDED], `turned_factors` [PADDED / 128, N].
 
-    Rows from M on are zeros. TOP: the largest number. FREE: scales are any numbers, else powers of
+    `tiles` int32 [PADDED / 128, 4] are those of `tiles_of_rows`: 128 rows each, of which those of
+    another group are zeros. TOP: the largest number. FREE: scales are any numbers, else powers of
     two.
     """
     i, j = _tile_of_64_bits(N)
     columns = j * 128 + tl.arange(0, 128)
-    x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
-    x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
-    for r in tl.static_range(4):
-        part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
-        scale, factor = _scale_of_bits(tl.max(_magnitude_bits(part), 1), FREE, TOP)
-        rows = i * 128 + 4 * tl.arange(0, 32) + r
-        tl.store(factors + j * M + rows, factor, mask=rows < M)
-        _store_fourths(values, part, scale[:, None], i, columns, r, M, N)
-    top = tl.max(_top_magnitudes(x0, x1, x2, x3), 0)
-    scale, factor = _scale_of_bits(top, FREE, TOP)
-    tl.store(turned_factors + i * N + columns, factor)
-    _store_turned(turned, x0, x1, x2, x3, scale[None], i, j, PADDED)
+    start, stop = i * 128 + tl.load(tiles + 4 * i + 1), tl.load(tiles + 4 * i + 3)
+    x0, x1, x2, x3 = _rows_by_four(x, start, columns, stop, N)
+    if PLAIN:
+        for r in tl.static_range(4):
+            part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
+            scale, factor = _scale_of_bits(tl.max(_magnitude_bits(part), 1), FREE, TOP)
+            rows = start + 4 * tl.arange(0, 32) + r
+            tl.store(factors + j * M + rows, factor, mask=rows < stop)
+            _store_fourths(values, part, scale[:, None], start, columns, r, stop, N)
+    if TURNED:
+        top = tl.max(_top_magnitudes(x0, x1, x2, x3), 0)
+        scale, factor = _scale_of_bits(top, FREE, TOP)
+        tl.store(turned_factors + i * N + columns, factor)
+        _store_turned(turned, x0, x1, x2, x3, scale[None], i, j, PADDED)
 
 
 @triton.jit
@@ -54,11 +60,13 @@ def round_squares(
     FREE: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """x [M, N] in blocks of 128 x 128, or its transpose if TURNED: `values`, and a factor each."""
+    """x [.., M, N] in blocks of 128 x 128, or its transpose if TURNED: `values`, a factor each."""
     i, j = _tile_of_64_bits(N)
     columns = j * 128 + tl.arange(0, 128)
-    x0, x1 = _every_fourth_row(x, i, columns, 0, M, N), _every_fourth_row(x, i, columns, 1, M, N)
-    x2, x3 = _every_fourth_row(x, i, columns, 2, M, N), _every_fourth_row(x, i, columns, 3, M, N)
+    matrix, i = i // (M // 128), i % (M // 128)
+    x, values = x + matrix * M * N, values + matrix * M * N
+    factors += matrix * (M // 128) * (N // 128)
+    x0, x1, x2, x3 = _rows_by_four(x, i * 128, columns, M, N)
     top = tl.max(tl.max(_top_magnitudes(x0, x1, x2, x3), 1), 0)
     scale, factor = _scale_of_bits(top, FREE, TOP)
     if TURNED:
@@ -68,7 +76,7 @@ def round_squares(
         tl.store(factors + i * (N // 128) + j, factor)
         for r in tl.static_range(4):
             part = x0 if r == 0 else (x1 if r == 1 else (x2 if r == 2 else x3))
-            _store_fourths(values, part, scale, i, columns, r, M, N)
+            _store_fourths(values, part, scale, i * 128, columns, r, M, N)
 
 
 @triton.jit
@@ -79,10 +87,19 @@ def _tile_of_64_bits(N: tl.constexpr):
 
 
 @triton.jit
-def _every_fourth_row(x, i, columns, r: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Rows r, r + 4, .. of a tile, in fp32."""
-    rows = (i * 128 + 4 * tl.arange(0, 32) + r)[:, None]
-    return tl.load(x + rows * N + columns[None], mask=rows < M, other=0.0).to(tl.float32)
+def _rows_by_four(x, start, columns, stop, N: tl.constexpr):
+    """Rows 0, 4, .. of a tile, rows 1, 5, .., and so on."""
+    x0 = _every_fourth_row(x, start, columns, stop, N)
+    x1 = _every_fourth_row(x, start + 1, columns, stop, N)
+    x2 = _every_fourth_row(x, start + 2, columns, stop, N)
+    return x0, x1, x2, _every_fourth_row(x, start + 3, columns, stop, N)
+
+
+@triton.jit
+def _every_fourth_row(x, first, columns, stop, N: tl.constexpr):
+    """Rows first, first + 4, .. of a tile, in fp32; from `stop` on, they are zeros."""
+    rows = (first + 4 * tl.arange(0, 32))[:, None]
+    return tl.load(x + rows * N + columns[None], mask=rows < stop, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -122,16 +139,16 @@ def _store_fourths(
     values,
     x,
     scale,
-    i,
+    start,
     columns,
     r: tl.constexpr,
-    M: tl.constexpr,
+    stop,
     N: tl.constexpr,
 ):
     """Rows r, r + 4, .. of a tile times `scale`."""
-    rows = (i * 128 + 4 * tl.arange(0, 32) + r)[:, None]
+    rows = (start + 4 * tl.arange(0, 32) + r)[:, None]
     made8 = (x * scale).to(values.dtype.element_ty)  # which saturates
-    tl.store(values + rows * N + columns[None], made8, mask=rows < M)
+    tl.store(values + rows * N + columns[None], made8, mask=rows < stop)
 
 
 @triton.jit

@@ -65,9 +65,9 @@ def multiply_rows(
     dtype = rows.dtype
     if scale is not None:
         operands["scale"], dtype = scale.reshape(1), jnp.bfloat16
-    return _launch_grouped(
+    return launch_items(
         most,
-        partial(_item_of_rows, tile, depth // step, tile.across(columns), len(w)),
+        partial(item_of_rows, tile, depth // step, tile.across(columns), len(w)),
         partial(_move_rows, tile, transposed),
         partial(_multiply_rows, tile, transposed),
         operands,
@@ -104,9 +104,9 @@ def weight_gradient(
     if total is not None:
         operands["out"] = jax.new_ref(total)
     aligned = step if turned else TMA_ROWS
-    made = _launch_grouped(
+    made = launch_items(
         groups * grid[0] * grid[1],
-        partial(_item_of_weights, tile, groups, grid, step, aligned),
+        partial(item_of_weights, tile, groups, grid, step, aligned),
         partial(_move_weights, tile, turned),
         partial(_multiply_weights, tile, turned, total is not None),
         operands,
@@ -147,14 +147,18 @@ def swizzled_tiles(dtype):
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE_BYTES)
 
 
-def _launch_grouped(most, item, move, multiply, operands, out, scratch):
+def launch_items(
+    most, item, move, multiply, operands, out, scratch, registers=_REGISTERS, cluster=1
+):
     """Run `move` in one warpgroup and `multiply` in the others for every item.
 
     `most` bounds the items. `item(refs)` gives their number, a function that reads what is known of
-    one from memory, and a function that makes its facts of that. An item is read one ahead.
+    one from memory, and a function that makes its facts of that. An item is read one ahead. Blocks
+    of a cluster, each other's "neighbor", take one item.
     """
     names = [*operands, *(() if out is None else ("out",))]
-    width = min(BLOCKS, most)
+    width = min(BLOCKS // cluster, most)
+    together = dict(cluster=(cluster,), cluster_names=("neighbor",)) if cluster > 1 else {}
 
     def body(*gmem, **smem):
         refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
@@ -176,12 +180,12 @@ def _launch_grouped(most, item, move, multiply, operands, out, scratch):
 
         @pl.when(half == HALVES)
         def _():
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(registers[0], action="decrease")
             drain(refs, walk(partial(move, refs)))
 
         @pl.when(half < HALVES)
         def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(registers[1], action="increase")
             walk(partial(multiply, refs, half))
             plgpu.wait_smem_to_gmem(0)
 
@@ -193,6 +197,7 @@ def _launch_grouped(most, item, move, multiply, operands, out, scratch):
         grid_names=("block",),
         num_threads=HALVES + 1,
         thread_name="half",
+        **together,
     )
     return run(*operands.values())
 
@@ -308,7 +313,7 @@ def _store_sum(tile, stages, parts, columns, target, adds=False):
 # ---- rows by weights ---------------------------------------------------------------------------
 
 
-def _item_of_rows(tile, steps, columns, groups, refs):
+def item_of_rows(tile, steps, columns, groups, refs):
     count = refs.last[groups]
 
     def read(item):
@@ -372,10 +377,10 @@ def _store_rows(tile, refs, half, acc, at):
         @pl.when((stop > first) & (stop - first < 64))
         def _some(row=row, parts=parts, first=first, stop=stop):
             for part in parts:
-                _store_some(plain, part, refs.out, row, first, stop)
+                store_some(plain, part, refs.out, row, first, stop)
 
 
-def _store_some(stage, part, out, row, first, stop):
+def store_some(stage, part, out, row, first, stop):
     """Rows from `first` to `stop` only, in powers of two: the sizes of copies are static."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     stage[...] = part.values
@@ -394,7 +399,7 @@ def _store_some(stage, part, out, row, first, stop):
 # ---- gradients of weights ----------------------------------------------------------------------
 
 
-def _item_of_weights(tile, groups, grid, depth, aligned, refs):
+def item_of_weights(tile, groups, grid, depth, aligned, refs):
     each = grid[0] * grid[1]
 
     def read(item):

@@ -61,23 +61,26 @@ def _wide_or_narrow(wide: GroupTile, narrow: GroupTile, columns: int) -> GroupTi
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.Array]:
+def tiles_of_rows(
+    sizes: jax.Array, m: int, lines: int, aligned: int = TMA_ROWS
+) -> tuple[jax.Array, jax.Array]:
     """(int32 [T, 4] of each tile of rows, int32 [G + 1] whose last is the number of tiles).
 
     A tile has its group, the row it starts at less `lines` times its own number, and the first and
-    the last row of the group, plus 1. T bounds the number of tiles for all sizes. Group G are the
-    rows of no group. Sums are dense, so XLA makes few kernels of them.
+    the last row of the group, plus 1. It starts at a multiple of `aligned` rows. T bounds the
+    number of tiles for all sizes. Group G are the rows of no group. Sums are dense, so XLA makes
+    few kernels of them.
     """
     groups = jnp.arange(len(sizes) + 1, dtype=jnp.int32)
     begins, ends = bounds_of_groups(sizes)
     begins = jnp.append(begins, ends[-1])
     ends = jnp.append(ends, jnp.int32(m))
-    aligned = begins // TMA_ROWS * TMA_ROWS
-    tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
+    starts = begins // aligned * aligned
+    tiles = jnp.where(ends > begins, (ends - starts + lines - 1) // lines, 0)
     last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
     first = last - tiles
-    facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
-    most = (m + (TMA_ROWS - 1) * len(groups)) // lines + len(groups)
+    facts = jnp.stack([groups, starts - first * lines, begins, ends], 1)
+    most = (m + (aligned - 1) * len(groups)) // lines + len(groups)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     own = (index >= first) & (index < last)
     return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last

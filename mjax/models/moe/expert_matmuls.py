@@ -11,8 +11,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.fp8.channels import Channels8
-from mjax.kernels.matmul.grouped import grouped_matmul
 from mjax.models.base.weight import Weight
 from mjax.models.moe.dispatch import (
     Dispatch,
@@ -22,14 +20,15 @@ from mjax.models.moe.dispatch import (
     sums_of_rows,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.grouped_linear import rounded_matrices, rounded_rows, weight_cotangent
+from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight_cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
-    rows = rows_of_tokens(rounded_rows(x, up, "input"), dispatch)
-    h = _products_of_rows(rows, up, dispatch, expert.kernel)
+    rows, _ = rounded_rows(x, up, None, "input", turned=False)
+    rows = jax.tree.map(lambda part: rows_of_tokens(part, dispatch), rows)
+    h = product_of_rows(rows, up, dispatch.sizes, expert.kernel, 0)
     return h.reshape(-1, *up.value.shape[2:])
 
 
@@ -45,8 +44,9 @@ def backward_of_up(
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
-    d_rows = _gradients_of_rows(dh, up, dispatch, expert.kernel)
+    by_rows, by_columns = rounded_rows(dh, up, dispatch.sizes, "gradient")
+    d_up = weight_cotangent(up, rows, by_columns, dispatch.sizes, expert.kernel)
+    d_rows = product_of_rows(by_rows, up, dispatch.sizes, expert.kernel, 1)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up
 
@@ -71,8 +71,8 @@ def multiply_down(
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
     of_rows = gates_of_rows(gates, dispatch)
-    rows = rounded_rows(expert.weighted(h, of_rows), down, "input")
-    y = _products_of_rows(rows, down, dispatch, expert.kernel)
+    rows, _ = rounded_rows(expert.weighted(h, of_rows), down, None, "input", turned=False)
+    y = product_of_rows(rows, down, dispatch.sizes, expert.kernel, 0)
     return sums_of_rows(y, dispatch)
 
 
@@ -91,8 +91,9 @@ def backward_of_down(
     dy = rows_of_tokens(dy, dispatch)
     of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
-    d_rows = _gradients_of_rows(dy, down, dispatch, expert.kernel)
+    by_rows, by_columns = rounded_rows(dy, down, dispatch.sizes, "gradient")
+    d_down = weight_cotangent(down, rows, by_columns, dispatch.sizes, expert.kernel)
+    d_rows = product_of_rows(by_rows, down, dispatch.sizes, expert.kernel, 1)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down
 
@@ -102,20 +103,6 @@ def _multiply_down_backward(expert, saved, dy):
 
 
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
-
-
-def _products_of_rows(x: jax.Array, w: Weight, dispatch: Dispatch, kernel: str) -> jax.Array:
-    """Rows x [M, inputs], each times its expert's matrix, [M, outputs]."""
-    if isinstance(w.value, Channels8):
-        return w.value.grouped_product(x, dispatch.sizes, kernel)
-    return grouped_matmul(x, rounded_matrices(w, x.dtype, 0), dispatch.sizes, kernel)
-
-
-def _gradients_of_rows(dy: jax.Array, w: Weight, dispatch: Dispatch, kernel: str) -> jax.Array:
-    """The gradients [M, inputs] of rows, from those of their products, [M, outputs]."""
-    dy = rounded_rows(dy, w, "gradient")
-    matrices = rounded_matrices(w, dy.dtype, 1)
-    return grouped_matmul(dy, matrices, dispatch.sizes, kernel, transposed=True)
 
 
 def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:

@@ -119,6 +119,8 @@ def _run_experts(
     held = up.value.shape[0]
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
+    if kernel == "loop" and (up.recipe or weights.down.recipe):
+        kernel = "xla"  # the loop would round nothing
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index(parallel.expert_axes.over) * held

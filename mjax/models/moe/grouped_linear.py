@@ -1,12 +1,19 @@
 """Weights of experts as grouped matmuls read them, and the cotangent that their gradient makes."""
 
+import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from mjax.kernels.fp8.block_recipes import OperandRole
-from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
+from mjax.kernels.fp8.blocks import Blocks
+from mjax.kernels.fp8.channels import Channels8
+from mjax.kernels.matmul.grouped import (
+    grouped_matmul,
+    grouped_weight_gradient,
+    grouped_weight_gradient8,
+)
 from mjax.kernels.nf4.values import read
 from mjax.models.base.weight import Weight
 
@@ -20,45 +27,65 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
     return value.reshape(*w.value.shape[:2], -1)
 
 
-def rounded_rows(x: jax.Array, w: Weight, role: OperandRole) -> jax.Array:
-    """Rows [M, C] as a product over C with `w` reads them."""
+def rounded_rows(
+    x: jax.Array, w: Weight, sizes: jax.Array | None, role: OperandRole, **ways: bool
+) -> tuple[jax.Array | Blocks, jax.Array | Blocks]:
+    """Rows [M, C] of experts as products over C with `w`, and over each one's rows, read them.
+
+    ways: `plain=False` or `turned=False`, where one is not wanted; the first needs no sizes.
+    """
     if w.recipe is None:
-        return x
-    return w.recipe.rows_of_experts(x, role)
+        return x, x
+    return w.recipe.round_experts(x, sizes, role, _sides(w), **ways)
 
 
-def rounded_matrices(w: Weight, dtype: jnp.dtype, contracted: int) -> jax.Array:
-    """`matrices_of` as a product over their inputs (0) or outputs (1) reads them."""
+def _sides(w: Weight) -> tuple[int, int]:
+    return w.value.shape[1], math.prod(w.value.shape[2:])
+
+
+def product_of_rows(
+    x: jax.Array | Blocks, w: Weight, sizes: jax.Array, kernel: str, contracted: int
+) -> jax.Array:
+    """Rows that `rounded_rows` made times their expert's matrix (0), or its transpose (1)."""
+    if isinstance(w.value, Channels8):
+        return w.value.grouped_product(x, sizes, kernel)
+    dtype = w.value.dtype if isinstance(x, Blocks) else x.dtype
     matrices = matrices_of(w, dtype)
-    if w.recipe is None:
-        return matrices
-    return w.recipe.weights_of_experts(matrices, contracted)
+    if w.recipe is not None:
+        matrices = w.recipe.weights_of_experts(matrices, contracted)
+    if isinstance(x, Blocks):
+        from mjax.kernels.fp8.block_mosaic import multiply_rows_of_groups
+
+        return multiply_rows_of_groups(x, matrices, sizes, dtype)
+    return grouped_matmul(x, matrices, sizes, kernel, transposed=contracted == 1)
 
 
 def weight_cotangent(
-    w: Weight, x: jax.Array, g: jax.Array, sizes: jax.Array, kernel: str
+    w: Weight, x: jax.Array, g: jax.Array | Blocks, sizes: jax.Array, kernel: str
 ) -> Weight | None:
     """The cotangent of experts' weights: their gradient, or their running sum with it added.
 
     Weights in few bits have none.
 
-    x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
+    x [M, inputs] are the rows of the experts, g their products' gradients, rounded over rows.
     """
-    total = w.grad_sum
+    total, dtype = w.grad_sum, x.dtype
     if w.is_coded:
         return None
     if w.recipe is not None:
-        x = w.recipe.columns_of_experts(x, sizes, "input")
-        g = w.recipe.columns_of_experts(g, sizes, "gradient")
+        _, x = rounded_rows(x, w, sizes, "input", plain=False)
         nothing = jnp.zeros_like(w.scales)
         w = replace(w, scales=nothing)
+    matrices = None if total is None else total.reshape(len(sizes), *_sides(w))
+    if isinstance(x, Blocks):
+        from mjax.kernels.fp8.block_mosaic import weight_gradient_of_groups
+
+        product = weight_gradient_of_groups(x, g, sizes, dtype, matrices)
+    else:
+        product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
     if total is None:
-        product = grouped_weight_gradient(x, g, sizes, None, kernel)
         gradient = product.reshape(w.value.shape)
         return replace(w, value=gradient)
-    like = matrices_of(w, x.dtype)
-    matrices = total.reshape(like.shape)
-    product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
     total = product.reshape(total.shape)
     return replace(w, value=None, grad_sum=total)
 

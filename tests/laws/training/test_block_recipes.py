@@ -12,12 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mjax.errors import UserError
+from mjax.kernels.base.chooser import choose
 from mjax.models.base.weight import Weight
 from mjax.models.runtime.gradient_places import output_numbers
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import make_mesh, on_shards
 from mjax.sharding.spec import ParamSpec
+from tests.devices import GPU, choose_for
 from tests.laws.training.test_fp8 import ROWS, distance, first_step, learn, one_device
 from tests.marks import exhaustive, quick, slow
 
@@ -68,6 +70,14 @@ def test_meshes_agree_on_blocks_of_experts(cell, feature):
     """Blocks along tokens begin with each expert's first row."""
     want = one_device("block128", *EXPERTS, feature="experts")
     agree(first_step("block128", cell, *EXPERTS, feature=feature), want)
+
+
+@slow
+def test_experts_are_rounded_where_bf16_would_loop_over_them(monkeypatch):
+    want = one_device("block128", *EXPERTS, feature="experts")
+    choose_for(monkeypatch, GPU, "experts")
+    assert choose("experts", jnp.float32, (8, 8, 64, 64), asked="auto").name == "loop"
+    agree(first_step("block128", Cell(), *EXPERTS, feature="experts"), want)
 
 
 @slow

@@ -1,5 +1,7 @@
 """The kernels that round blocks are `round_blocks` bit for bit, in Triton's interpreter."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +53,31 @@ def test_both_ways_are_direct_roundings(monkeypatch, m, n, dtype, to, free, fini
     same(turned, round_blocks(x.T, *facts))
 
 
+def test_columns_of_groups_begin_blocks_of_their_own(monkeypatch):
+    """In whole blocks of each group, filled up with zeros; rows of no group are NaN."""
+    sizes, m = [3, 0, 129], 140
+    x = jax.random.normal(jax.random.key(0), (m, 128), jnp.bfloat16)
+    x = x.at[sum(sizes) :].set(jnp.nan)
+    interpret(monkeypatch)
+    counts, facts = jnp.asarray(sizes, jnp.int32), ((1, 128), RULES[False], FORMATS["e4m3"])
+    plain, turned = jax.jit(lambda x: round_both_ways(x, FORMATS["e4m3"], False, counts))(x)
+    same(plain, round_blocks(x, *facts))
+    place = row = 0
+    for size in sizes:
+        width = size + -size % 128
+        own, blocks = slice(place, place + width), slice(place // 128, (place + width) // 128)
+        got = replace(turned, values=turned.values[:, own], factors=turned.factors[:, blocks])
+        same(got, round_blocks(x[row : row + size].T, *facts))
+        place, row = place + width, row + size
+
+
 @pytest.mark.parametrize("turned", quick([False, True], 1))
 def test_square_blocks_are_direct_roundings(monkeypatch, turned):
-    x = draw(128, 256, "bfloat16", finite=False)
+    """Of each of a stack of matrices."""
+    x = draw(256, 256, "bfloat16", finite=False).reshape(2, 128, 256)
     interpret(monkeypatch)
     got = jax.jit(lambda x: round_square(x, FORMATS["e4m3"], False, turned))(x)
-    source = x.T if turned else x
-    same(got, round_blocks(source, (128, 128), RULES[False], FORMATS["e4m3"]))
+    for i, matrix in enumerate(x):
+        source = matrix.T if turned else matrix
+        want = round_blocks(source, (128, 128), RULES[False], FORMATS["e4m3"])
+        same(replace(got, values=got.values[i], factors=got.factors[i]), want)

@@ -12,8 +12,12 @@ import pytest
 
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_recipes import Block128
+from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks
 from mjax.models.base.weight import Weight, matmul
+from mjax.models.moe.dispatch import make_dispatch
+from mjax.models.moe.expert import Expert
+from mjax.models.moe.expert_matmuls import multiply_down, multiply_up
 from tests.devices import HOPPER, choose_for
 from tests.marks import exhaustive, slow
 from tests.mosaic_interpreter import interpreted
@@ -63,12 +67,66 @@ def test_kernel_equals_the_plain_version(monkeypatch, m, k, n, block, tile):
     dtype = jnp.bfloat16 if total is None else jnp.float32
     with interpreted(monkeypatch, races=True):
         from mjax.kernels.fp8 import block_mosaic as mosaic
+        from mjax.kernels.matmul import grouped_mosaic
 
-        monkeypatch.setattr(mosaic, "BLOCKS", 2)
+        monkeypatch.setattr(grouped_mosaic, "BLOCKS", 2)
         got = mosaic.multiply_on_hopper(a, b, dtype, total, mosaic.BlockTile(*tile))
     want = want.astype(dtype) if total is None else total + want
     assert got.shape == (m, n) and got.dtype == dtype
     np.testing.assert_array_equal(got, want)
+
+
+# rows, K, N, sizes of the groups, tiles of rows and of sums
+CASES_OF_GROUPS = [
+    (148, 128, 128, [10, 0, 129, 1], (128, 64, 2, 2, 2), (256, 128, 2, 2, 2, 1)),
+    (301, 256, 128, [0, 3, 290], (128, 64, 2, 2), (128, 128, 2, 16)),
+    (64, 128, 128, [0, 0], (256, 128, 2, 2, 2), (128, 64, 2, 2, 2)),
+    (512, 128, 384, [0, 511, 0, 1], (256, 128, 2, 1), (128, 192, 2, 8)),
+    (264, 128, 256, [70, 0, 129, 1, 20], (128, 192, 2, 2, 2), (256, 128, 2, 2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "sizes", "by_rows", "by_sums"),
+    [
+        pytest.param(*case, marks=exhaustive if i else slow)
+        for i, case in enumerate(CASES_OF_GROUPS)
+    ],
+)
+def test_products_of_groups_are_those_of_each_alone(monkeypatch, m, k, n, sizes, by_rows, by_sums):
+    """As kernels round them, bit for bit: rows, sums, sums added. Rows of no group are NaN."""
+    counts, ends = jnp.asarray(sizes, jnp.int32), np.cumsum(sizes)
+    rounds = [(blocks.scales_of_powers, FORMATS[to]) for to in ("e4m3", "e5m2")]
+    x, g, w = varied(0, (m, k)), varied(1, (m, n)), varied(2, (len(sizes) * n, k))
+    total = varied(3, (len(sizes) * k, n)).reshape(-1, k, n)
+    interpret(monkeypatch)
+    poisoned = [a.at[ends[-1] :].set(jnp.nan) for a in (x, g)]
+    x8, x8_turned = round_both_ways(poisoned[0], rounds[0][1], False, counts)
+    _, g8_turned = round_both_ways(poisoned[1], rounds[1][1], False, counts, plain=False)
+    w8 = round_square(w.reshape(-1, n, k), rounds[0][1], False, False)
+    with interpreted(monkeypatch, races=True):
+        from mjax.kernels.fp8 import block_mosaic as mosaic
+        from mjax.kernels.matmul import grouped_mosaic
+
+        monkeypatch.setattr(grouped_mosaic, "BLOCKS", 2)
+        tiles = mosaic.BlockTile(*by_rows), mosaic.BlockTile(*by_sums)
+        y = mosaic.multiply_rows_of_groups(x8, w8, counts, jnp.float32, tiles[0])
+        both = x8_turned, g8_turned, counts
+        dw = mosaic.weight_gradient_of_groups(*both, jnp.bfloat16, None, tiles[1])
+        summed = mosaic.weight_gradient_of_groups(*both, jnp.float32, total, tiles[1])
+    x8 = round_blocks(x, ROW, *rounds[0])
+    for i, end in enumerate(ends):
+        rows = slice(end - sizes[i], end)
+        of_group = round_blocks(w[i * n : (i + 1) * n], SQUARE, *rounds[0])
+        want = multiply_blocks(x8, of_group, jnp.float32, 128)
+        np.testing.assert_array_equal(y[rows], want[rows])
+        left, right = (
+            round_blocks(a[rows].T, ROW, *facts) for a, facts in zip((x, g), rounds, strict=True)
+        )
+        want = multiply_blocks(left, right, jnp.float32, 128) if sizes[i] else jnp.zeros((k, n))
+        np.testing.assert_array_equal(dw[i], want.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(summed[i], total[i] + want)
+    assert not np.asarray(y[ends[-1] :]).any()
 
 
 @slow
@@ -105,3 +163,49 @@ def test_a_matmul_by_kernels_is_the_emulated_one(monkeypatch, gradients):
     assert Counter(names) == {"round_lines_both_ways": 2, "round_squares": 2}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+
+
+def experts_both_ways(recipe, tokens, d, f, dtype=jnp.float32, up_only=False):
+    """Both matmuls of three experts, their gradients, and running sums; one has no token."""
+    keys = jax.random.split(jax.random.key(4), 8)
+    shapes = (tokens, d), (3, d, 2, f), (3, f, d), (tokens, d)
+    x, up, down, dy = (
+        jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=False)
+    )
+    sums = [jax.random.normal(key, w.shape) for key, w in zip(keys[4:6], (up, down), strict=True)]
+    gates = jax.random.uniform(keys[6], (tokens, 2))
+    chosen = 2 * jax.random.randint(keys[7], (tokens, 2), 0, 3)  # expert 4 is elsewhere
+    dispatch, expert = make_dispatch(chosen, 0, 3), Expert("silu", True, kernel="xla")
+    weights = [
+        Weight(w, scales=jnp.zeros(3), recipe=recipe, grad_sum=s)
+        for w, s in zip((up, down), sums, strict=True)
+    ]
+
+    def layer(x, gates, up, down):
+        h = multiply_up(expert, x, up, dispatch)
+        return h if up_only else multiply_down(expert, h, gates, down, dispatch)
+
+    y, pull = jax.vjp(layer, x, gates, *weights)
+    dy = jnp.sin(y) if up_only else dy
+    dx, d_gates, d_up, d_down = pull(dy)
+    return y, dx, d_gates, d_up.grad_sum, d_down.grad_sum
+
+
+@pytest.mark.parametrize("up_only", [True, pytest.param(False, marks=exhaustive)])
+@slow
+def test_experts_by_kernels_are_the_emulated_ones(monkeypatch, up_only):
+    facts = 24, 128, 128, jnp.float32, up_only
+    want = experts_both_ways(Block128(), *facts)
+    names = interpret(monkeypatch)
+    choose_for(monkeypatch, HOPPER, "block_matmul")
+    with interpreted(monkeypatch, races=True):
+        from mjax.kernels.fp8 import block_mosaic
+        from mjax.kernels.matmul import grouped_mosaic
+
+        monkeypatch.setattr(grouped_mosaic, "BLOCKS", 2)
+        monkeypatch.setattr(block_mosaic, "SQUARE_TILE", block_mosaic.BlockTile(128, 64, 2))
+        got = experts_both_ways(Block128(), *facts)
+    calls = 1 if up_only else 2
+    assert Counter(names) == {"round_lines_both_ways": 3 * calls, "round_squares": 2 * calls}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
