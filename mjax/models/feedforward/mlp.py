@@ -1,5 +1,6 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -119,7 +120,10 @@ class MLP(BranchModule):
         is_plain &= up.recipe == down.recipe
         if self._in_one_function(x, ctx) and is_plain:
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
-                return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
+                block = functools.partial(
+                    mlp_fp8.gated_mlp_fp8, up=up, down=down, act=act, parallel=ctx.parallel
+                )
+                return _exchanged(x, ctx, block)
             if not self.cfg.mlp_gated and ctx.training.keeps_all and in_matmuls(x, up, bias, act):
                 return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
         (h,) = column(x, (up,), ctx)
