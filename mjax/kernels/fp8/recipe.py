@@ -138,8 +138,8 @@ class PerTensor:
             g8, used = self.round_by(gate.to_fp8_both, g, scale, E5M2, parallel)
             return Gradient8(g8.plain, g8.transposed, used)
         g = lax.optimization_barrier(g)  # or each reader computes it again, as a gate's two halves
-        g8, used = self._rounded(g, scale, E5M2, parallel)
-        return Gradient8(g8, g8.T, used)
+        g8 = self._rounded(g, scale, E5M2, parallel)
+        return Gradient8(g8.values, g8.values.T, g8.used)
 
     def product(
         self, x8: Rounded8, w8: jax.Array, contracted: int, scales: jax.Array, dtype: jnp.dtype
