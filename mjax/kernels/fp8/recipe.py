@@ -99,12 +99,17 @@ class PerTensor:
 
     # ---- what matmuls ask --------------------------------------------------------------------
 
-    def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> Rounded8:
-        """Rounds x [M, K] for the forward product and for the weight's gradient."""
+    def round_input(
+        self, x: jax.Array, scales: jax.Array, parallel: Parallel, amax: jax.Array | None = None
+    ) -> Rounded8:
+        """Rounds x [M, K] for the forward product and for the weight's gradient.
+
+        `amax`: the largest magnitude of x on this device, if known.
+        """
         if not self.knows_scales and self.gradient_kernel(x.dtype, x.shape).name == "triton":
-            x8, used = self.round_by(gate.to_fp8_both, x, scales[0], E4M3, parallel)
+            x8, used = self.round_by(gate.to_fp8_both, x, scales[0], E4M3, parallel, amax)
             return Rounded8(x8.plain, checkpoint_name(used, SCALES), x8.transposed)
-        return self._rounded(x, scales[0], E4M3, parallel)
+        return self._rounded(x, scales[0], E4M3, parallel, amax)
 
     def kept_input(self, x8: Rounded8) -> Rounded8:
         """The part of a rounded input that the backward reads."""
@@ -176,24 +181,29 @@ class PerTensor:
         scale: jax.Array,
         dtype: jnp.dtype,
         parallel: Parallel,
+        amax: jax.Array | None = None,
     ) -> tuple[gate.Rounded, jax.Array]:
         """(x [M, K] by a `rounding` of `gate.py`, its scale and maximum fp32 [2]); any backend."""
-        amax = None
         if not self.knows_scales:
-            amax = amax_of(x)
+            amax = amax_of(x) if amax is None else amax
             scale = self.scale_for(amax, scale, dtype, parallel)
         rounded = rounding(x, scale, dtype)
-        return rounded, jnp.stack([scale, rounded.amax if amax is None else amax])
+        return rounded, jnp.stack([scale, rounded.amax if self.knows_scales else amax])
 
     def _rounded(
-        self, x: jax.Array, scale: jax.Array, dtype: jnp.dtype, parallel: Parallel
+        self,
+        x: jax.Array,
+        scale: jax.Array,
+        dtype: jnp.dtype,
+        parallel: Parallel,
+        amax: jax.Array | None = None,
     ) -> Rounded8:
         """Rounds x; `scale` is what the recipe knows of it."""
         use_te = self.backend == "te"
         if use_te and self.knows_scales:  # in one pass
             x8, amax = transformer_engine.quantize_by_te(x, scale, dtype)
             return Rounded8(x8, checkpoint_name(jnp.stack([scale, amax]), SCALES))
-        amax = amax_of(x)
+        amax = amax_of(x) if amax is None else amax
         scale = self.scale_for(amax, scale, dtype, parallel)
         used = checkpoint_name(jnp.stack([scale, amax]), SCALES)
         if use_te:

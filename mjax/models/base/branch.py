@@ -15,6 +15,7 @@ from flax import nnx
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels import Choice
+from mjax.kernels.elementwise.norm import NormFork
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
 from mjax.models.base.streams import Activation, SharedWeights
@@ -77,6 +78,7 @@ class BranchInputs:
     word: which row of `BRANCHES` it is (`config/languages/layer_pattern.py`).
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
+    norm: what the norm before the branch gave.
     shared, source: of a model with two streams (`models/base/streams.py`).
     """
 
@@ -88,6 +90,11 @@ class BranchInputs:
     layer: jax.Array | int = 0
     shared: SharedWeights | None = None
     source: Source | None = None
+    norm: NormFork | None = None
+
+    def amax_of(self, x: jax.Array) -> jax.Array | None:
+        """The largest magnitude of x on this device, if the norm gave x and measured it."""
+        return self.norm.amax if self.norm is not None and self.norm.normed is x else None
 
 
 class BranchOutput(NamedTuple):

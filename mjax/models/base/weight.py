@@ -109,10 +109,13 @@ def weight_of(param: nnx.Param) -> Weight:
     return Weight(held, name=spec.matmul, inputs=spec.inputs)
 
 
-def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
+def matmul(
+    x: jax.Array, w: Weight, parallel: Parallel = LOCAL, amax: jax.Array | None = None
+) -> jax.Array:
     """Contract the last `w.inputs` axes of x with the first of w, in x's dtype.
 
-    Current scaling measures x and the gradient over tp of `parallel`. Inputs are always one axis.
+    Current scaling measures x, unless its maximum `amax` is known, and the gradient over tp of
+    `parallel`. Inputs are always one axis.
     XLA would otherwise transpose the gradient of a weight with several inputs before and after its
     exchange (GPT 1.3B on two H200s: 1.5 % of a step). Outputs of a plain product stay as they are:
     where XLA shards by itself (`infer/`), it gathers a weight whose gate and up became one axis.
@@ -123,7 +126,7 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     rows = x.reshape(-1, len(matrix.value))
     outputs = w.value.shape[w.inputs :]
     if w.recipe is not None:
-        y = _matmul_fp8(parallel, rows, matrix)
+        y = _matmul_fp8(parallel, rows, matrix, amax)
     elif w.grad_sum is not None:
         y = _matmul_adding(rows, matrix)
     else:
@@ -248,13 +251,15 @@ read_value.defvjp(_read_value_forward, _read_value_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
+def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight, amax: jax.Array | None) -> jax.Array:
     """x [M, K], w [K, N] -> [M, N], each operand rounded by the recipe of w."""
-    return _matmul_fp8_forward(parallel, x, w)[0]
+    return _matmul_fp8_forward(parallel, x, w, amax)[0]
 
 
-def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
-    x8 = w.recipe.round_input(x, w.scales, parallel)
+def _matmul_fp8_forward(
+    parallel: Parallel, x: jax.Array, w: Weight, amax: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    x8 = w.recipe.round_input(x, w.scales, parallel, amax)
     w8, axis = forward_operand(w)
     y = w.recipe.product(x8, w8, axis, w.scales, x.dtype)
     kept_x = w.recipe.kept_input(x8)
@@ -275,7 +280,7 @@ def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tupl
 
     seen = x8.used[1], g8.used[1]
     cotangent = cotangent_fp8(w, product, g.dtype, seen)
-    return dx, cotangent
+    return dx, cotangent, None
 
 
 _matmul_fp8.defvjp(_matmul_fp8_forward, _matmul_fp8_backward)

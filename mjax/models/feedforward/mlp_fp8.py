@@ -38,11 +38,19 @@ def supports(recipe: Recipe | None, act: str) -> bool:
 
 
 def gated_mlp_fp8(
-    x: jax.Array, up: Weight, down: Weight, act: str, parallel: Parallel = LOCAL
+    x: jax.Array,
+    up: Weight,
+    down: Weight,
+    act: str,
+    parallel: Parallel = LOCAL,
+    amax: jax.Array | None = None,
 ) -> jax.Array:
-    """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D]."""
+    """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D].
+
+    `amax`: the largest magnitude of x on this device, if known.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    y = _gated_mlp(act, parallel, rows, as_matrix(up), as_matrix(down))
+    y = _gated_mlp(act, parallel, rows, as_matrix(up), as_matrix(down), amax)
     return y.reshape(x.shape)
 
 
@@ -65,14 +73,16 @@ class Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_mlp(act: str, parallel: Parallel, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
+def _gated_mlp(
+    act: str, parallel: Parallel, x: jax.Array, up: Weight, down: Weight, amax: jax.Array | None
+) -> jax.Array:
     """x [M, D] -> [M, D]; the cotangents of weights are as in `weight.matmul`."""
-    y, _ = _gated_mlp_forward(act, parallel, x, up, down)
+    y, _ = _gated_mlp_forward(act, parallel, x, up, down, amax)
     return y
 
 
-def _gated_mlp_forward(act, parallel, x, up, down):
-    up = _measured(up, OF_INPUT, lambda: amax_of(x), parallel)
+def _gated_mlp_forward(act, parallel, x, up, down, amax):
+    up = _measured(up, OF_INPUT, lambda: amax_of(x) if amax is None else amax, parallel)
     x_scale = up.scales[OF_INPUT]
     rounding = gate.to_fp8 if up.recipe.knows_scales else gate.to_fp8_both
     x8 = rounding(x, x_scale, E4M3)
@@ -103,7 +113,7 @@ def _gated_mlp_backward(act, parallel, residuals: Residuals, g):
     seen_by_down = maxima[1], g8.amax
     d_up = _weight_cotangent(x8, dh8.transposed, up, g.dtype, seen_by_up)
     d_down = _weight_cotangent(a8.transposed, g8.transposed, down, g.dtype, seen_by_down)
-    return dx, d_up, d_down
+    return dx, d_up, d_down, None
 
 
 _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)

@@ -23,7 +23,7 @@ class Exact(Current):
     name: ClassVar[str] = "exact"
     remembers: ClassVar[bool] = True
 
-    def round_input(self, x, scales, parallel):
+    def round_input(self, x, scales, parallel, amax=None):
         return Rounded8(x, scales[:2])
 
     def round_weight(self, value, scales, contracted):
