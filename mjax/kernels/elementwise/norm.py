@@ -5,9 +5,9 @@ an H200). Our Triton kernel (`norm_triton.py`) reads both once: a program holds 
 registers, finds their statistics again, and adds up its own part of the gradients of gain and bias;
 the parts are summed afterwards, without atomics, equal bit for bit each time. So a forward keeps
 its input and nothing else.
-The forward of LayerNorm is a kernel, too. That of RMSNorm is XLA's, which rounds to 8 bits in the
-same pass, unless its output is to be measured before. Only what is differentiated calls kernels:
-what is exported, or generates, never does.
+The forward of LayerNorm is a kernel, too. XLA's of RMSNorm rounds to 8 bits in the same pass, so
+a kernel replaces it only where its output is measured before. Only what is differentiated calls
+kernels: what is exported, or generates, never does.
 Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
 """
 

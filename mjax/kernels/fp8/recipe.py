@@ -43,7 +43,7 @@ from mjax.kernels.fp8.quantize import (
     scale_of,
     weight_amax,
 )
-from mjax.sharding.collectives import Parallel
+from mjax.sharding.collectives import LOCAL, Parallel
 
 # What a recipe may compute in one function of its own, instead of matmul by matmul.
 Block = Literal["gated mlp", "gated experts"]
@@ -104,8 +104,9 @@ class PerTensor:
     ) -> Rounded8:
         """Rounds x [M, K] for the forward product and for the weight's gradient.
 
-        `amax`: the largest magnitude of x on this device, if known.
+        `amax`: the largest magnitude of x over tp, if known.
         """
+        parallel = parallel if amax is None else LOCAL
         if not self.knows_scales and self.gradient_kernel(x.dtype, x.shape).name == "triton":
             x8, used = self.round_by(gate.to_fp8_both, x, scales[0], E4M3, parallel, amax)
             return Rounded8(x8.plain, checkpoint_name(used, SCALES), x8.transposed)
@@ -249,7 +250,7 @@ class PerTensor:
     def supports(self, block: Block) -> bool:
         """Whether the recipe computes a block in one function.
 
-        That of experts rounds by scales that are known before.
+        Kernels of experts round by scales that are known before.
         """
         return self.knows_scales if block == "gated experts" else self.backend == "xla"
 

@@ -225,9 +225,10 @@ class Attention(BranchModule):
 
     def _project(self, x: jax.Array, inputs: BranchInputs) -> tuple[jax.Array, jax.Array]:
         """q [B, S, N/tp, H or 2 H] and the kv [B, S, 2, K', H] that these query heads use."""
-        weights = weight_of(self.q), self.local_kv_weight(inputs.ctx.parallel)
+        kv_weight = self.local_kv_weight(inputs.ctx.parallel)
+        weights = inputs.reading(x, weight_of(self.q), kv_weight)
         named = not self.keeps_what_attention_reads
-        return column(x, weights, inputs.ctx, named, inputs.amax_of(x))
+        return column(x, weights, inputs.ctx, named)
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""

@@ -6,7 +6,7 @@ those of its weights. Nothing else knows it.
 """
 
 import pkgutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from mjax.kernels.elementwise.norm import NormFork
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
 from mjax.models.base.streams import Activation, SharedWeights
+from mjax.models.base.weight import Weight
 from mjax.sharding.collectives import Parallel
 
 # The cache of a branch: a tree of arrays, or None.
@@ -92,9 +93,13 @@ class BranchInputs:
     source: Source | None = None
     norm: NormFork | None = None
 
-    def amax_of(self, x: jax.Array) -> jax.Array | None:
-        """The largest magnitude of x on this device, if the norm gave x and measured it."""
-        return self.norm.amax if self.norm is not None and self.norm.normed is x else None
+    def reading(self, x: jax.Array, *weights: Weight) -> tuple[Weight, ...]:
+        """Weights that multiply x, with its maximum if it is what the norm gave and measured."""
+        norm = self.norm
+        if norm is None or norm.amax is None or norm.normed is not x or self.ctx.probe.see:
+            return weights
+        amax = self.ctx.parallel.pmax(norm.amax, "tp")
+        return tuple(replace(w, input_amax=amax) if w.recipe else w for w in weights)
 
 
 class BranchOutput(NamedTuple):

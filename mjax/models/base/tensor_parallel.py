@@ -18,23 +18,17 @@ from mjax.sharding.collectives import LOCAL, Parallel
 
 
 def column(
-    x: jax.Array,
-    weights: tuple[Weight, ...],
-    ctx: Context,
-    named: bool = True,
-    amax: jax.Array | None = None,
+    x: jax.Array, weights: tuple[Weight, ...], ctx: Context, named: bool = True
 ) -> tuple[jax.Array, ...]:
     """x [B, S/tp, D] and weights [D, ...] -> [B, S, ...] for each weight; x is gathered once.
 
-    A caller that names what it makes of the outputs has them not `named`. `amax`: the largest
-    magnitude of x, if known.
+    A caller that names what it makes of the outputs has them not `named`.
     """
-    given, x = x, ctx.tap(f"inputs.{weights[0].name}", x)
+    x = ctx.tap(f"inputs.{weights[0].name}", x)
     if _in_pieces(x.shape[1], weights, ctx):
         outputs = gather_matmul(_products_of_pieces, x, weights, ctx.parallel)
     else:
-        amax = amax if x is given else None
-        outputs = _products(ctx.parallel.gather_seq(x), weights, ctx.parallel, amax)
+        outputs = _products(ctx.parallel.gather_seq(x), weights, ctx.parallel)
     if not named:
         return tuple(outputs)
     return tuple(checkpoint_name(y, w.name) for y, w in zip(outputs, weights, strict=True))
@@ -67,12 +61,9 @@ def _in_pieces(rows: int, weights: tuple[Weight, ...], ctx: Context) -> bool:
 
 
 def _products(
-    x: jax.Array,
-    weights: tuple[Weight, ...],
-    parallel: Parallel,
-    amax: jax.Array | None = None,
+    x: jax.Array, weights: tuple[Weight, ...], parallel: Parallel
 ) -> tuple[jax.Array, ...]:
-    return tuple(matmul(x, w, parallel, amax) for w in weights)
+    return tuple(matmul(x, w, parallel) for w in weights)
 
 
 def _products_of_pieces(x: jax.Array, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:

@@ -42,6 +42,7 @@ class Weight:
         value only takes the gradient.
     transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
     scales: fp32 [3] of x, of the weight and of the gradient of y, if there is a recipe.
+    input_amax: fp32 [], the largest magnitude of x over tp, where it is known before.
     grad_sum: fp32, shaped like value: the sum of the gradients of earlier micro-batches.
     adapter: its product is added to that of the weight, or None. The weight is frozen then.
     places: of the elements of y's gradient, where a recipe rounds them at random.
@@ -57,6 +58,7 @@ class Weight:
     bits: jax.Array | None = None
     transposed: jax.Array | None = None
     scales: jax.Array | None = None
+    input_amax: jax.Array | None = None
     grad_sum: jax.Array | None = None
     adapter: Adapter | None = None
     places: GradientPlaces | None = None
@@ -109,12 +111,10 @@ def weight_of(param: nnx.Param) -> Weight:
     return Weight(held, name=spec.matmul, inputs=spec.inputs)
 
 
-def matmul(
-    x: jax.Array, w: Weight, parallel: Parallel = LOCAL, amax: jax.Array | None = None
-) -> jax.Array:
+def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     """Contract the last `w.inputs` axes of x with the first of w, in x's dtype.
 
-    Current scaling measures x, unless its maximum `amax` is known, and the gradient over tp of
+    Current scaling measures x, unless `input_amax` is there, and the gradient over tp of
     `parallel`. Inputs are always one axis.
     XLA would otherwise transpose the gradient of a weight with several inputs before and after its
     exchange (GPT 1.3B on two H200s: 1.5 % of a step). Outputs of a plain product stay as they are:
@@ -126,7 +126,7 @@ def matmul(
     rows = x.reshape(-1, len(matrix.value))
     outputs = w.value.shape[w.inputs :]
     if w.recipe is not None:
-        y = _matmul_fp8(parallel, rows, matrix, amax)
+        y = _matmul_fp8(parallel, rows, matrix)
     elif w.grad_sum is not None:
         y = _matmul_adding(rows, matrix)
     else:
@@ -251,15 +251,13 @@ read_value.defvjp(_read_value_forward, _read_value_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight, amax: jax.Array | None) -> jax.Array:
+def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
     """x [M, K], w [K, N] -> [M, N], each operand rounded by the recipe of w."""
-    return _matmul_fp8_forward(parallel, x, w, amax)[0]
+    return _matmul_fp8_forward(parallel, x, w)[0]
 
 
-def _matmul_fp8_forward(
-    parallel: Parallel, x: jax.Array, w: Weight, amax: jax.Array | None
-) -> tuple[jax.Array, tuple]:
-    x8 = w.recipe.round_input(x, w.scales, parallel, amax)
+def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
+    x8 = w.recipe.round_input(x, w.scales, parallel, w.input_amax)
     w8, axis = forward_operand(w)
     y = w.recipe.product(x8, w8, axis, w.scales, x.dtype)
     kept_x = w.recipe.kept_input(x8)
@@ -280,7 +278,7 @@ def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tupl
 
     seen = x8.used[1], g8.used[1]
     cotangent = cotangent_fp8(w, product, g.dtype, seen)
-    return dx, cotangent, None
+    return dx, cotangent
 
 
 _matmul_fp8.defvjp(_matmul_fp8_forward, _matmul_fp8_backward)
@@ -309,7 +307,7 @@ def backward_operand(w: Weight, contracted: int = 1) -> jax.Array:
 def kept_for_backward(w: Weight) -> Weight:
     """The fields of a weight that a backward in FP8 reads."""
     value = w.value if w.bits is None else None
-    return replace(w, value=value, transposed=None)
+    return replace(w, value=value, transposed=None, input_amax=None)
 
 
 def cotangent_fp8(

@@ -2,10 +2,10 @@
 
 As two matmuls (`models/base/weight.py`) with a gate between, XLA would round what goes into and out
 of the gate in separate passes. Here the gate's kernels (`kernels/elementwise/gate.py`) round while
-they compute. Current scaling measures first what they will round, in a pass that only reads. They
-write the operands of the weights' gradients as cuBLASLt wants them: contracted
-axes last. Invariant: the result is that of the two matmuls and the gate. The block keeps x,
-transposed, in 8 bits for the backward, and the gate's input by the name `up`.
+they compute. Current scaling measures first what they will round, in a pass that only reads. The
+kernels write the operands of the weights' gradients as cuBLASLt wants them: contracted axes last.
+Invariant: the result is that of the two matmuls and the gate. The block keeps x, transposed, in 8
+bits for the backward, and the gate's input by the name `up`.
 """
 
 import functools
@@ -38,19 +38,11 @@ def supports(recipe: Recipe | None, act: str) -> bool:
 
 
 def gated_mlp_fp8(
-    x: jax.Array,
-    up: Weight,
-    down: Weight,
-    act: str,
-    parallel: Parallel = LOCAL,
-    amax: jax.Array | None = None,
+    x: jax.Array, up: Weight, down: Weight, act: str, parallel: Parallel = LOCAL
 ) -> jax.Array:
-    """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D].
-
-    `amax`: the largest magnitude of x on this device, if known.
-    """
+    """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D]."""
     rows = x.reshape(-1, x.shape[-1])
-    y = _gated_mlp(act, parallel, rows, as_matrix(up), as_matrix(down), amax)
+    y = _gated_mlp(parallel, act, rows, as_matrix(up), as_matrix(down))
     return y.reshape(x.shape)
 
 
@@ -73,16 +65,17 @@ class Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_mlp(
-    act: str, parallel: Parallel, x: jax.Array, up: Weight, down: Weight, amax: jax.Array | None
-) -> jax.Array:
+def _gated_mlp(parallel: Parallel, act: str, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
     """x [M, D] -> [M, D]; the cotangents of weights are as in `weight.matmul`."""
-    y, _ = _gated_mlp_forward(act, parallel, x, up, down, amax)
+    y, _ = _gated_mlp_forward(parallel, act, x, up, down)
     return y
 
 
-def _gated_mlp_forward(act, parallel, x, up, down, amax):
-    up = _measured(up, OF_INPUT, lambda: amax_of(x) if amax is None else amax, parallel)
+def _gated_mlp_forward(parallel, act, x, up, down):
+    if up.input_amax is None:
+        up = _measured(up, OF_INPUT, lambda: amax_of(x), parallel)
+    else:
+        up = _measured(up, OF_INPUT, lambda: up.input_amax, LOCAL)
     x_scale = up.scales[OF_INPUT]
     rounding = gate.to_fp8 if up.recipe.knows_scales else gate.to_fp8_both
     x8 = rounding(x, x_scale, E4M3)
@@ -99,7 +92,7 @@ def _gated_mlp_forward(act, parallel, x, up, down, amax):
     return y, Residuals(transposed, h, maxima, kept_for_backward(up), kept_for_backward(down))
 
 
-def _gated_mlp_backward(act, parallel, residuals: Residuals, g):
+def _gated_mlp_backward(parallel, act, residuals: Residuals, g):
     x8, h, maxima, up, down = residuals
     down = _measured(down, OF_GRADIENT, lambda: amax_of(g), parallel)
     g8 = gate.to_fp8_both(g, down.scales[OF_GRADIENT], E5M2)
@@ -113,7 +106,7 @@ def _gated_mlp_backward(act, parallel, residuals: Residuals, g):
     seen_by_down = maxima[1], g8.amax
     d_up = _weight_cotangent(x8, dh8.transposed, up, g.dtype, seen_by_up)
     d_down = _weight_cotangent(a8.transposed, g8.transposed, down, g.dtype, seen_by_down)
-    return dx, d_up, d_down, None
+    return dx, d_up, d_down
 
 
 _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
