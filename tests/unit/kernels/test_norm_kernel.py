@@ -177,3 +177,19 @@ def test_a_step_on_a_mesh_is_what_it_was(biased, request):
     request.getfixturevalue("on")
     mesh = Cell({"tp": 2, "dp": 2}, 1, 2)
     assert deviation(measure(make_trainer("windows", mesh, *extra), 1).first, before) < 1e-5
+
+
+@slow
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("mesh.tp_overlap=always",), marks=pytest.mark.exhaustive)]
+)
+def test_current_scaling_reads_the_maximum_that_norms_find(monkeypatch, more):
+    """Over tp, each device's norm having measured its own rows, in one piece or in several."""
+    keys = "precision.fp8=current", "train.remat=dots", *more
+    before = measure(make_trainer("dense", Cell(), *keys), 1).first
+    choose_for(monkeypatch, GPU, "norm")
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1)
+    ran = interpret(monkeypatch)
+    mesh = make_trainer("dense", Cell({"tp": 2}, 0, 1), *keys)
+    assert deviation(measure(mesh, 1).first, before) < 1e-5
+    assert "rmsnorm_forward" in ran
