@@ -42,6 +42,15 @@ def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
     return handlers
 
 
+def whole_arrays(saved: Mapping, names: Sequence[str], sharding: jax.sharding.Sharding) -> dict:
+    """Abstract arrays for parts of a state, by orbax's record of it; {} of parts that it lacks."""
+
+    def whole(array: ocp.metadata.ArrayMetadata) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return {name: jax.tree.map(whole, saved[name]) for name in names if name in saved}
+
+
 class DigestingHandler(ocp.StandardCheckpointHandler):
     """Orbax's handler of arrays, which also leaves the digests of all files of the step."""
 

@@ -33,7 +33,7 @@ from mjax.checkpoint.base.companion_files import (
     identify_text,
     side_files_of_run,
 )
-from mjax.checkpoint.base.continuation import require_continuation
+from mjax.checkpoint.base.continuation import keeps_buffers, require_continuation
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.base.follow_up import FollowUp
 from mjax.checkpoint.base.orbax_messages import plain_reason
@@ -400,12 +400,23 @@ class Store:
         return self._manager.restore(step, args=items)["meta"]
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
-        """Return the state of a step, without "loss_scale" if the run that saved it had none."""
+        """Return the state of a step, without "loss_scale" if the run that saved it had none.
+
+        It has no "buffers" if they are another recipe's.
+        """
         wanted = dict(abstract_state)
         if meta["config"].get("precision", {}).get("compute") != "float16":
             wanted.pop("loss_scale", None)
+        keeps = keeps_buffers(self.cfg, meta)
+        if not keeps:
+            saved_by = meta["config"]["precision"]["fp8"]
+            log.warning("step %s is of precision.fp8=%s: maxima of FP8 start anew", step, saved_by)
+            wanted.pop("buffers", None)
+            saved = self._manager.item_metadata(step)["state"]
+            wanted |= orbax_handlers.whole_arrays(saved, ["buffers"], wanted["step"].sharding)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        return self._manager.restore(step, args=items)["state"]
+        state = self._manager.restore(step, args=items)["state"]
+        return state if keeps else {name: of for name, of in state.items() if name != "buffers"}
 
     def read_critic(self, step: int, abstract_state: dict) -> dict:
         """The state of the critic that `step` holds, which `restore` has found intact."""
