@@ -42,13 +42,18 @@ def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
     return handlers
 
 
-def whole_arrays(saved: Mapping, names: Sequence[str], sharding: jax.sharding.Sharding) -> dict:
-    """Abstract arrays for parts of a state, by orbax's record of it; {} of parts that it lacks."""
+def with_buffers(wanted: dict, saved: Mapping) -> dict:
+    """An abstract state with the buffers of orbax's record of a step, whole on each device."""
+    sharding = wanted["step"].sharding
 
     def whole(array: ocp.metadata.ArrayMetadata) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return {name: jax.tree.map(whole, saved[name]) for name in names if name in saved}
+    state = dict(wanted)
+    state.pop("buffers", None)
+    if "buffers" in saved:
+        state["buffers"] = jax.tree.map(whole, saved["buffers"])
+    return state
 
 
 class DigestingHandler(ocp.StandardCheckpointHandler):

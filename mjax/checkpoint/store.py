@@ -400,23 +400,18 @@ class Store:
         return self._manager.restore(step, args=items)["meta"]
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
-        """Return the state of a step, without "loss_scale" if the run that saved it had none.
-
-        It has no "buffers" if they are another recipe's.
-        """
+        """Return the state of a step, without a loss scale or buffers that do not fit this run."""
         wanted = dict(abstract_state)
         if meta["config"].get("precision", {}).get("compute") != "float16":
             wanted.pop("loss_scale", None)
         keeps = keeps_buffers(self.cfg, meta)
         if not keeps:
-            saved_by = meta["config"]["precision"]["fp8"]
-            log.warning("step %s is of precision.fp8=%s: maxima of FP8 start anew", step, saved_by)
-            wanted.pop("buffers", None)
+            log.warning("step %s is of another FP8 recipe: what it remembers starts anew", step)
             saved = self._manager.item_metadata(step)["state"]
-            wanted |= orbax_handlers.whole_arrays(saved, ["buffers"], wanted["step"].sharding)
+            wanted = orbax_handlers.with_buffers(wanted, saved)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         state = self._manager.restore(step, args=items)["state"]
-        return state if keeps else {name: of for name, of in state.items() if name != "buffers"}
+        return state if keeps else {name: state[name] for name in state if name != "buffers"}
 
     def read_critic(self, step: int, abstract_state: dict) -> dict:
         """The state of the critic that `step` holds, which `restore` has found intact."""

@@ -42,6 +42,9 @@ class Exact(Current):
         product = (g8.transposed @ x8.values).T.astype(dtype)
         return product if total is None else total + product
 
+    def supports(self, block):
+        return False
+
     def first_state(self, weights, steps):
         return jax.tree.map(lambda w: np.zeros((w.shape[0], steps), np.float32), weights)
 
