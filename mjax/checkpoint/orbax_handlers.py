@@ -42,6 +42,20 @@ def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
     return handlers
 
 
+def with_buffers(wanted: dict, saved: Mapping) -> dict:
+    """An abstract state with the buffers of orbax's record of a step, whole on each device."""
+    sharding = wanted["step"].sharding
+
+    def whole(array: ocp.metadata.ArrayMetadata) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    state = dict(wanted)
+    state.pop("buffers", None)
+    if "buffers" in saved:
+        state["buffers"] = jax.tree.map(whole, saved["buffers"])
+    return state
+
+
 class DigestingHandler(ocp.StandardCheckpointHandler):
     """Orbax's handler of arrays, which also leaves the digests of all files of the step."""
 

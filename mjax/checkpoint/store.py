@@ -32,7 +32,7 @@ from mjax.checkpoint.base.companion_files import (
     identify_text,
     side_files_of_run,
 )
-from mjax.checkpoint.base.continuation import require_continuation
+from mjax.checkpoint.base.continuation import keeps_buffers, require_continuation
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.base.follow_up import FollowUp
 from mjax.checkpoint.base.orbax_messages import plain_reason
@@ -398,12 +398,18 @@ class Store:
         return self._manager.restore(step, args=items)["meta"]
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
-        """Return the state of a step, without "loss_scale" if the run that saved it had none."""
+        """Return the state of a step, without a loss scale or buffers that do not fit this run."""
         wanted = dict(abstract_state)
         if meta["config"].get("precision", {}).get("compute") != "float16":
             wanted.pop("loss_scale", None)
+        keeps = keeps_buffers(self.cfg, meta)
+        if not keeps:
+            log.warning("step %s is of another FP8 recipe: what it remembers starts anew", step)
+            saved = self._manager.item_metadata(step)["state"]
+            wanted = orbax_handlers.with_buffers(wanted, saved)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        return self._manager.restore(step, args=items)["state"]
+        state = self._manager.restore(step, args=items)["state"]
+        return state if keeps else {name: state[name] for name in state if name != "buffers"}
 
     def read_critic(self, step: int, abstract_state: dict) -> dict:
         """The state of the critic that `step` holds, which `restore` has found intact."""

@@ -15,6 +15,7 @@ from flax import nnx
 
 from mjax.config.languages.layer_pattern import BRANCHES, branch_groups
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels.elementwise.norm import NormFork
 from mjax.models.base.branch import BranchInputs, BranchOutput, LayerCache, Rope, branch_class
 from mjax.models.base.context import Context, Tokens, scaled
 from mjax.models.base.dropout import dropout
@@ -85,11 +86,14 @@ class Block(nnx.Module):
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
             norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
-            h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the stream
+            forked = NormFork(x, x)
+            if norm is not None:
+                forked = norm.fork(x, ctx.kernels.measures_norms)
+            h, x, _ = forked  # for a branch; the stream
             outputs = []
             for word in group:
                 branch = BRANCHES[word].name
-                of_branch = replace(inputs, word=word, salt=salts.inside)
+                of_branch = replace(inputs, word=word, salt=salts.inside, norm=forked)
                 held = None if cache is None else cache[branch]
                 own = None if branch == name else getattr(self, f"{branch}_norm", None)
                 read = h if own is None else own(x)

@@ -134,6 +134,8 @@ def training_context(
     overlap_rows: int | None = None,
 ) -> Context:
     """The static choices of a training step; the last three are not made by the config."""
+    recipe = recipe_of(cfg.precision)
+    measures_norms = recipe is not None and recipe.scales_tensors and not recipe.knows_scales
     kernels = Kernels(
         attention=cfg.train.attention,
         experts=cfg.train.experts,
@@ -142,6 +144,7 @@ def training_context(
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         permute=permute,
+        measures_norms=measures_norms,
         overlap_rows=overlap_rows,
     )
     training = Training(

@@ -149,7 +149,11 @@ class Checkpoints:
         self.source = self.store
         self.clear_local()  # its steps are not this run's any more
         saved = self._with_own_loss_scale(saved)
-        return self._with_base(from_canonical(self.layout.storage, saved, abstract))
+        kept = {name: abstract[name] for name in saved}
+        state = self._with_base(from_canonical(self.layout.storage, saved, kept))
+        if "buffers" not in state:
+            state |= self.layout.start_buffers(state["params"], abstract.get("buffers", {}))
+        return state
 
     def restore_critic(self, store: Store, step: int) -> State:
         """The state of the critic that `step` in a policy's `store` holds, as far as `stored`."""

@@ -185,11 +185,15 @@ class StateLayout:
         for a, value in pairs:
             started.append(_host_full(a, value) if _is_on_host(a) else next(next_made))
         state = {"params": params} | jax.tree.unflatten(tree, started)
-        if abstract_buffers:
-            shardings = jax.tree.map(lambda a: a.sharding, abstract_buffers)
-            make_buffers = jax.jit(self.initial_buffers, out_shardings=shardings)
-            state["buffers"] = make_buffers(params)
-        return state
+        return state | self.start_buffers(params, abstract_buffers)
+
+    def start_buffers(self, params: dict, abstract: dict) -> dict:
+        """The entry of a state for its buffers before the first step; {} if there are none."""
+        if not abstract:
+            return {}
+        shardings = jax.tree.map(lambda a: a.sharding, abstract)
+        make_buffers = jax.jit(self.initial_buffers, out_shardings=shardings)
+        return {"buffers": make_buffers(params)}
 
 
 def state_layout(

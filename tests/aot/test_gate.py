@@ -63,6 +63,21 @@ def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
     assert found == {("kernel", "kernel"): 2, ("kernel", "other"): 4}
 
 
+def test_current_scaling_reads_a_block_once_more(monkeypatch):
+    """The gate measures each way before it rounds; what else is rounded is so both ways at once."""
+    choose_for(monkeypatch, GPU, "norm")
+    text = compiled(monkeypatch, "precision.fp8=current")
+    # x of q and kv, out's input, the block's x, again in the backward (`dots`); four gradients
+    assert calls(text) == {
+        "gate_tops": 2,
+        "gate_forward8": 1,
+        "gate_backward8": 1,
+        "quantize_transposed": 2 * 3 + 4,
+    }
+    assert len(re.findall(r"custom-call\(.*/rmsnorm_forward/triton_kernel_call", text)) == 2 * 2
+    assert not re.search(r"= f8e\w+\[[\d,]+\]\S* transpose\(", text)
+
+
 def source(text: str, made: dict, name: str) -> str:
     """What wrote an operand, behind its views: a kernel, alone or with slices that it reads."""
     line = made[name.strip("%")]

@@ -51,7 +51,7 @@ def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch
             return (kernel.fork if fork else kernel.norm)(x, gain, bias, eps=1e-5)
 
         out, pull = jax.vjp(op, x, gain, bias)
-        return out[0] if fork else out, *pull((dy, stream) if fork else dy)
+        return out[0] if fork else out, *pull(kernel.NormFork(dy, stream) if fork else dy)
 
     _poison()
     got = mine(x, gain, bias)
@@ -73,3 +73,22 @@ def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch
 def _poison():
     """Leave NaN in the memory that the next outputs get: what is not written is seen."""
     jax.block_until_ready([jnp.full((1 << 25,), jnp.nan, jnp.float32) for _ in range(4)])
+
+
+@pytest.mark.parametrize("rows, width", [(16384, 4096), (5003, 251)])
+def test_measured_rows_are_those_of_xla(rows, width):
+    """The stream is x after other arrays have taken memory; the maximum is that of the output."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = (3 * jax.random.normal(keys[0], (rows, width))).astype("bfloat16")
+    gain = jax.random.normal(keys[1], (width,))
+
+    @jax.jit
+    def mine(x):
+        made = jax.vjp(lambda x: kernel.fork(x, gain, eps=1e-5, measured=True), x + 1)[0]
+        return *made, made.normed @ jnp.ones((width, width), x.dtype)
+
+    y, stream, amax, _ = mine(x)
+    want = kernel.norm_reference(x + 1, gain, None, 1e-5)
+    np.testing.assert_allclose(np.float32(y), np.float32(want), rtol=2**-7, atol=1e-6)
+    assert bool((stream == x + 1).all())
+    assert amax == jnp.max(jnp.abs(y)).astype(jnp.float32)

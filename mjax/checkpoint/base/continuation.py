@@ -62,10 +62,18 @@ def require_same_model(
             )
 
 
+def keeps_buffers(cfg: Config, meta: dict) -> bool:
+    """Whether the buffers of a step with the record `meta` are those of a run of `cfg`."""
+    saved, ours = meta["config"], cfg.model_dump(mode="json")
+    keys = {*buffer_keys(saved), *buffer_keys(ours)}
+    return all(_saved_value(saved, key) == _saved_value(ours, key) for key in keys)
+
+
 def require_continuation(cfg: Config, meta: dict, folder: Path) -> None:
     """Raise `UserError` unless a run of `cfg` continues the one that saved the step in `folder`.
 
     `meta` is the record of the step. Model, optimizer state and place in the data must be the same.
+    Buffers may start anew (`keeps_buffers`).
     """
     if meta.get("contents") == WEIGHTS:
         raise UserError(
@@ -79,7 +87,7 @@ def require_continuation(cfg: Config, meta: dict, folder: Path) -> None:
     keys = [f"model.{name}" for name in model]
     keys += [f"optimizer.{name}" for name in optimizer]
     keys += [f"lora.{name}" for name in LoraConfig.model_fields]
-    keys += ["precision.params", "train.freeze", *buffer_keys(saved), *buffer_keys(current)]
+    keys += ["precision.params", "train.freeze"]
     for key in keys:
         was, ours = _saved_value(saved, key), _saved_value(current, key)
         if was != ours:

@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.checkpoint.base import digest
 from mjax.checkpoint.base.companion_files import identify_text
-from mjax.checkpoint.base.continuation import require_continuation
+from mjax.checkpoint.base.continuation import keeps_buffers, require_continuation
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests, write_digests
 from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.local.peers import (
@@ -224,6 +224,8 @@ class NodeStore:
                 digests.verify()
                 record = json.loads((folder / RECORD).read_text())
                 require_continuation(self.cfg, record, folder)
+                if not keeps_buffers(self.cfg, record):
+                    raise DamagedCheckpoint("another recipe of 8 bits has saved it")
                 if record["layout"] != layout:
                     raise DamagedCheckpoint("another mesh has saved it")
                 files |= {origin: folder / name for name, origin in record["origins"].items()}

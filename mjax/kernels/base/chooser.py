@@ -308,15 +308,10 @@ def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
     return Choice("mosaic", "the function needs no pass over memory, in layers that keep all")
 
 
-def _quantize(x: Inputs, *, knows_scales: bool, backend: str) -> Choice:
-    """The kernel that rounds a gradient [M, N] and its transpose to 8 bits.
-
-    knows_scales: whether the recipe has its scale before the gradient. backend: the matmuls' own.
-    """
+def _quantize(x: Inputs, *, backend: str) -> Choice:
+    """The kernel that rounds [M, N] and its transpose to 8 bits; backend: the matmuls' own."""
     if backend != "xla":
         return Choice(backend, "precision.fp8_backend asks for it")
-    if not knows_scales:
-        return Choice("xla", "current scaling needs the maximum first")
     if x.shape[0] % 2:
         return Choice("xla", "our kernel takes 2 rows at a time")
     return _elementwise("quantize", x)

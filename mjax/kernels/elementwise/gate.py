@@ -167,6 +167,25 @@ def gate_gradients_to_fp8(
     return GateGradients(d_input, Rounded(None, a8.T, None), d_weights)
 
 
+def gate_amax(h: jax.Array, name: str, d: jax.Array | None = None) -> jax.Array:
+    """The largest magnitude, fp32, of what `gate_to_fp8` rounds; nothing else is written.
+
+    With the gradient d [M, F] of its output it is that of what `gate_gradients_to_fp8` rounds.
+    """
+    if supports(h):
+        size, both = (h.shape[0], h.shape[1] // 2), [h, h if d is None else d]
+        keys = {"ACT": name, "BACKWARD": d is not None}
+        (amax,) = in_tiles("gate_tops", ROWS, size, both, [], measured=True, **keys)
+    else:
+        halves = jnp.split(_wide(h), 2, axis=1)
+        if d is None:
+            parts = [_act_times_up(name, *halves)]
+        else:
+            parts = _gate_gradients(name, *halves, _wide(d))[1:]
+        amax = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in parts]))
+    return _as(h.dtype, amax)  # rounding keeps the order
+
+
 def to_fp8(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> Rounded:
     """x [M, K] in an 8-bit dtype, plain."""
     if not supports(x):
@@ -214,6 +233,7 @@ def in_tiles(
     outputs: list[jax.ShapeDtypeStruct],
     scales: list[jax.Array] | None = None,
     *,
+    measured: bool = False,
     summed: bool = False,
     row_sums: bool = False,
     **constants: str | bool | None,
@@ -221,13 +241,13 @@ def in_tiles(
     """Run kernel `name` of `gate_triton.py` over tiles of arrays of `size` [M, F].
 
     Returns `outputs`, then the sums of each row, fp32 [M], with `row_sums`, or the sums over rows,
-    fp32 [F], if `summed`; last the fp32 maximum if there are `scales`.
+    fp32 [F], if `summed`; last the fp32 maximum if there are `scales` or it is `measured`.
     """
     from mjax.kernels.elementwise import gate_triton
 
     m, f = size
     down, across = -(-m // tile.rows), -(-f // tile.columns)
-    tops = [jax.ShapeDtypeStruct((down * across,), jnp.int32)] if scales else []
+    tops = [jax.ShapeDtypeStruct((down * across,), jnp.int32)] if scales or measured else []
     sums = [jax.ShapeDtypeStruct((down, f), jnp.float32)] if summed else []
     if row_sums:
         sums = [jax.ShapeDtypeStruct((across, m), jnp.float32)]
@@ -243,7 +263,7 @@ def in_tiles(
         COLUMNS=tile.columns,
         **constants,
     )
-    top, made = (made[:1], made[1:]) if scales else ([], made)
+    top, made = made[: len(tops)], made[len(tops) :]
     if sums:
         made = [*made[:-1], jnp.sum(made[-1], 0)]
     return [*made, *(lax.bitcast_convert_type(jnp.max(t), jnp.float32) for t in top)]

@@ -90,6 +90,33 @@ def gate_backward(
 
 
 @triton.jit
+def gate_tops(
+    h,
+    d,
+    tops,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACT: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """`tops` of act(gate) * up, one a tile, or, if BACKWARD, of its gradients, d being its own."""
+    rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, 0, 1)
+    wide = rows * (2 * F) + columns
+    gate = _load_wide(h + wide, mask)
+    up = _load_wide(h + wide + F, mask)
+    if BACKWARD:
+        g = _load_wide(d + rows * F + columns, mask)
+        _, d_gate, d_up = _act_gradients(gate, up, g, ACT)
+        top = tl.maximum(_magnitude(d_gate), _magnitude(d_up))
+    else:
+        share, _ = _share(gate, ACT)
+        top = _magnitude(gate * share * up)
+    tl.store(tops + tl.program_id(0), tl.max(top))
+
+
+@triton.jit
 def gate_forward8(
     scale,
     h,

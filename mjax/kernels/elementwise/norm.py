@@ -5,8 +5,9 @@ an H200). Our Triton kernel (`norm_triton.py`) reads both once: a program holds 
 registers, finds their statistics again, and adds up its own part of the gradients of gain and bias;
 the parts are summed afterwards, without atomics, equal bit for bit each time. So a forward keeps
 its input and nothing else.
-The forward of LayerNorm is a kernel, too; that of RMSNorm is XLA's, which rounds to 8 bits in the
-same pass. Only what is differentiated calls kernels: what is exported, or generates, never does.
+The forward of LayerNorm is a kernel, too. XLA's of RMSNorm rounds to 8 bits in the same pass, so
+a kernel replaces it only where its output is measured before. Only what is differentiated calls
+kernels: what is exported, or generates, never does.
 Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
 """
 
@@ -14,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +81,32 @@ def norm(x: jax.Array, gain: jax.Array, bias: jax.Array | None = None, *, eps: f
     return fused_norm(NormFacts(eps, norm_tile_of(x.shape[-1])), x, gain, bias)
 
 
-def fork(
-    x: jax.Array, gain: jax.Array, bias: jax.Array | None = None, *, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """Return (`norm` of x, x).
+class NormFork(NamedTuple):
+    """A norm's output, its input, and perhaps the largest magnitude of the output, fp32.
 
-    A residual stream that reads the second instead of x has the two gradients of x added within
-    the kernel.
+    A residual stream that reads `stream` instead of the input has the two gradients of the input
+    added within the kernel.
     """
+
+    normed: jax.Array
+    stream: jax.Array
+    amax: jax.Array | None = None
+
+
+def fork(
+    x: jax.Array,
+    gain: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    eps: float,
+    measured: bool = False,
+) -> NormFork:
+    """`norm` of x, and x. `measured` asks for the maximum, which kernels of RMSNorm find."""
     if not supports_norm(x, bias):
-        return norm_reference(x, gain, bias, eps), x
-    return fused_norm(NormFacts(eps, norm_tile_of(x.shape[-1]), fork=True), x, gain, bias)
+        return NormFork(norm_reference(x, gain, bias, eps), x)
+    tile = norm_tile_of(x.shape[-1])
+    facts = NormFacts(eps, tile, fork=True, measured=measured and bias is None)
+    return NormFork(*fused_norm(facts, x, gain, bias))
 
 
 def supports_norm(x: jax.Array, bias: jax.Array | None = None) -> bool:
@@ -104,16 +121,22 @@ class NormFacts:
     eps: float
     tile: NormTile
     fork: bool = False
+    measured: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_norm(how: NormFacts, x: jax.Array, gain: jax.Array, bias: jax.Array | None):
     """`norm`, or `fork`, with kernels where it is differentiated."""
     y = norm_reference(x, gain, bias, how.eps)
+    if how.measured:
+        return y, x, jnp.max(jnp.abs(y)).astype(jnp.float32)
     return (y, x) if how.fork else y
 
 
 def _norm_forward_rule(how, x, gain, bias):
+    if how.measured:
+        y, x, amax = measured_rows(x, gain, how.eps)
+        return (y, x, amax), (x, gain, None)
     if bias is None:
         y = norm_reference(x, gain, None, how.eps)
     else:
@@ -123,7 +146,7 @@ def _norm_forward_rule(how, x, gain, bias):
 
 def _norm_backward_rule(how, saved, grads):
     x, gain, bias = saved
-    dy, *stream = grads if how.fork else (grads,)
+    dy, *stream = grads[:2] if how.fork else (grads,)
     dx, parts = norm_gradients(how, x, gain, dy, *stream, bias=bias is not None)
     d_gain, *d_bias = jnp.sum(parts, 0)
     return dx, d_gain, *(d_bias or [None])
@@ -141,22 +164,39 @@ def normed_rows(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> l
     """
     from mjax.kernels.elementwise import norm_triton
 
+    found = _forward_call(norm_triton.norm_forward, x, [gain, bias], eps)
+    return [a.reshape(x.shape) for a in found]
+
+
+def measured_rows(x: jax.Array, gain: jax.Array, eps: float) -> list[jax.Array]:
+    """(RMSNorm of x [..., D], x in its own memory likewise, the largest magnitude, fp32)."""
+    from mjax.kernels.elementwise import norm_triton
+
+    y, stream, tops = _forward_call(norm_triton.rmsnorm_forward, x, [gain], eps, measured=True)
+    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
+    amax = lax.reduce_precision(amax, 8, jnp.finfo(x.dtype).nmant)  # rounding keeps the order
+    return [y.reshape(x.shape), stream.reshape(x.shape), amax]
+
+
+def _forward_call(kernel, x, weights, eps, measured=False) -> list[jax.Array]:
+    """The outputs of a forward kernel: [rows, D] twice, and int32 [programs] if `measured`."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     tile, warps = forward_tile(width)
-    found = triton_call(
-        norm_triton.norm_forward,
-        [gain, bias, x.reshape(rows, width)],
-        [jax.ShapeDtypeStruct((rows, width), x.dtype)] * 2,
-        programs=-(-rows // tile),
+    programs = -(-rows // tile)
+    tops = [jax.ShapeDtypeStruct((programs,), jnp.int32)] if measured else []
+    return triton_call(
+        kernel,
+        [*weights, x.reshape(rows, width)],
+        [jax.ShapeDtypeStruct((rows, width), x.dtype)] * 2 + tops,
+        programs=programs,
         warps=warps,
-        aliases={2: 1},
+        aliases={len(weights): 1},
         ROWS=rows,
         WIDTH=width,
         PADDED=_power_of_2(width),
         TILE=tile,
         EPS=eps,
     )
-    return [a.reshape(x.shape) for a in found]
 
 
 def norm_gradients(

@@ -32,6 +32,32 @@ def norm_forward(
 
 
 @triton.jit
+def rmsnorm_forward(
+    gain,
+    x,
+    y,
+    stream,
+    tops,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """RMSNorm likewise, and `tops` of its magnitude as integers, one a program."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.arange(0, PADDED)[None]
+    real = columns < WIDTH
+    mask = (rows < ROWS) & real
+    place = rows * WIDTH + columns
+    z = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) * (1 / WIDTH) + EPS)
+    out = z * r * tl.load(gain + columns, mask=real, other=0.0)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
+    tl.store(tops + tl.program_id(0), tl.max(out.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+
+
+@triton.jit
 def norm_backward(
     gain,
     x,

@@ -103,7 +103,9 @@ class BlockScaled:
 
     # ---- what matmuls ask ------------------------------------------------------------------------
 
-    def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> TwoRoundings:
+    def round_input(
+        self, x: jax.Array, scales: jax.Array, parallel: Parallel, amax: jax.Array | None = None
+    ) -> TwoRoundings:
         """Rounds x [M, K] for the forward product and for the weight's gradient."""
         return self._both_ways(x, "input", parallel)
 
@@ -326,7 +328,9 @@ class NvFp4(BlockScaled):
     hardware: ClassVar[str] = "Blackwell, and are not built"
     needs_places: ClassVar[bool] = True
 
-    def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> TwoRoundings:
+    def round_input(
+        self, x: jax.Array, scales: jax.Array, parallel: Parallel, amax: jax.Array | None = None
+    ) -> TwoRoundings:
         turned = self._rows(mix_tokens(x.T), "input", parallel)
         return TwoRoundings(self._rows(x, "input", parallel), turned, jnp.zeros(2))
 

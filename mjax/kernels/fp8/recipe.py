@@ -43,7 +43,7 @@ from mjax.kernels.fp8.quantize import (
     scale_of,
     weight_amax,
 )
-from mjax.sharding.collectives import Parallel
+from mjax.sharding.collectives import LOCAL, Parallel
 
 # What a recipe may compute in one function of its own, instead of matmul by matmul.
 Block = Literal["gated mlp", "gated experts"]
@@ -53,10 +53,12 @@ class Rounded8(NamedTuple):
     """An operand in 8 bits.
 
     values: [M, K]. used: fp32 [2], its scale and its largest magnitude.
+    transposed: [K, M], where one pass gave both; then a backward keeps no other.
     """
 
-    values: jax.Array
+    values: jax.Array | None
     used: jax.Array
+    transposed: jax.Array | None = None
 
 
 class Gradient8(NamedTuple):
@@ -97,13 +99,22 @@ class PerTensor:
 
     # ---- what matmuls ask --------------------------------------------------------------------
 
-    def round_input(self, x: jax.Array, scales: jax.Array, parallel: Parallel) -> Rounded8:
-        """Rounds x [M, K] for the forward product and for the weight's gradient."""
-        return self._rounded(x, scales[0], E4M3, parallel)
+    def round_input(
+        self, x: jax.Array, scales: jax.Array, parallel: Parallel, amax: jax.Array | None = None
+    ) -> Rounded8:
+        """Rounds x [M, K] for the forward product and for the weight's gradient.
+
+        `amax`: the largest magnitude of x over tp, if known.
+        """
+        parallel = parallel if amax is None else LOCAL
+        if not self.knows_scales and self.gradient_kernel(x.dtype, x.shape).name == "triton":
+            x8, used = self.round_by(gate.to_fp8_both, x, scales[0], E4M3, parallel, amax)
+            return Rounded8(x8.plain, checkpoint_name(used, SCALES), x8.transposed)
+        return self._rounded(x, scales[0], E4M3, parallel, amax)
 
     def kept_input(self, x8: Rounded8) -> Rounded8:
         """The part of a rounded input that the backward reads."""
-        return x8
+        return x8 if x8.transposed is None else x8._replace(values=None)
 
     def round_weight(self, value: jax.Array, scales: jax.Array, contracted: int) -> jax.Array:
         """Rounds a weight, where no bits of it were stored, for a product over an axis of it."""
@@ -130,11 +141,11 @@ class PerTensor:
         """
         scale = scales[2]
         if self.gradient_kernel(g.dtype, g.shape).name == "triton":
-            g8 = gate.to_fp8_both(g, scale, E5M2)
-            return Gradient8(g8.plain, g8.transposed, jnp.stack([scale, g8.amax]))
+            g8, used = self.round_by(gate.to_fp8_both, g, scale, E5M2, parallel)
+            return Gradient8(g8.plain, g8.transposed, used)
         g = lax.optimization_barrier(g)  # or each reader computes it again, as a gate's two halves
-        g8, used = self._rounded(g, scale, E5M2, parallel)
-        return Gradient8(g8, g8.T, used)
+        g8 = self._rounded(g, scale, E5M2, parallel)
+        return Gradient8(g8.values, g8.values.T, g8.used)
 
     def product(
         self, x8: Rounded8, w8: jax.Array, contracted: int, scales: jax.Array, dtype: jnp.dtype
@@ -155,7 +166,9 @@ class PerTensor:
     ) -> jax.Array:
         """[K, N] in `dtype`: the transpose of x8 times the gradient, added to a `total` if any."""
         operands, how = (x8.used[0], g8.used[0]), {"precise": True, "backend": self.backend}
-        made = dot8(x8.values, g8.transposed, (0, 1), operands, dtype, **how)
+        turned = x8.transposed is not None
+        values, axis = (x8.transposed, 1) if turned else (x8.values, 0)
+        made = dot8(values, g8.transposed, (axis, 1), operands, dtype, **how)
         return made if total is None else total + made
 
     def sum_dtype(self, sums: jnp.dtype, gradient: jnp.dtype) -> jnp.dtype:
@@ -169,31 +182,36 @@ class PerTensor:
         scale: jax.Array,
         dtype: jnp.dtype,
         parallel: Parallel,
+        amax: jax.Array | None = None,
     ) -> tuple[gate.Rounded, jax.Array]:
         """(x [M, K] by a `rounding` of `gate.py`, its scale and maximum fp32 [2]); any backend."""
-        amax = None
         if not self.knows_scales:
-            amax = amax_of(x)
-            scale = self._scale_of(amax, scale, dtype, parallel)
+            amax = amax_of(x) if amax is None else amax
+            scale = self.scale_for(amax, scale, dtype, parallel)
         rounded = rounding(x, scale, dtype)
-        return rounded, jnp.stack([scale, rounded.amax if amax is None else amax])
+        return rounded, jnp.stack([scale, rounded.amax if self.knows_scales else amax])
 
     def _rounded(
-        self, x: jax.Array, scale: jax.Array, dtype: jnp.dtype, parallel: Parallel
+        self,
+        x: jax.Array,
+        scale: jax.Array,
+        dtype: jnp.dtype,
+        parallel: Parallel,
+        amax: jax.Array | None = None,
     ) -> Rounded8:
         """Rounds x; `scale` is what the recipe knows of it."""
         use_te = self.backend == "te"
         if use_te and self.knows_scales:  # in one pass
             x8, amax = transformer_engine.quantize_by_te(x, scale, dtype)
             return Rounded8(x8, checkpoint_name(jnp.stack([scale, amax]), SCALES))
-        amax = amax_of(x)
-        scale = self._scale_of(amax, scale, dtype, parallel)
+        amax = amax_of(x) if amax is None else amax
+        scale = self.scale_for(amax, scale, dtype, parallel)
         used = checkpoint_name(jnp.stack([scale, amax]), SCALES)
         if use_te:
             return Rounded8(transformer_engine.quantize_by_te(x, used[0], dtype)[0], used)
         return Rounded8(quantize_to(x, used[0], dtype), used)
 
-    def _scale_of(
+    def scale_for(
         self, amax: jax.Array, known: jax.Array, dtype: jnp.dtype, parallel: Parallel
     ) -> jax.Array:
         """The scale of a tensor by its maximum, or by what is `known` of it."""
@@ -232,14 +250,13 @@ class PerTensor:
     def supports(self, block: Block) -> bool:
         """Whether the recipe computes a block in one function.
 
-        Its kernels round while they compute, so they must know the scales.
+        Kernels of experts round by scales that are known before.
         """
-        return self.knows_scales and (block == "gated experts" or self.backend == "xla")
+        return self.knows_scales if block == "gated experts" else self.backend == "xla"
 
     def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
-        """The kernel that rounds a gradient [M, N] and its transpose."""
-        facts = {"knows_scales": self.knows_scales, "backend": self.backend}
-        return choose("quantize", dtype, shape, **facts)
+        """The kernel that rounds a tensor [M, N] and its transpose."""
+        return choose("quantize", dtype, shape, backend=self.backend)
 
     def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         """Raise `UserError` for a GPU that does not multiply 8 bits; CPUs emulate XLA's matmuls."""
@@ -263,7 +280,7 @@ class Current(PerTensor):
     name: ClassVar[str] = "current"
     knows_scales: ClassVar[bool] = False
 
-    def _scale_of(self, amax, known, dtype, parallel):
+    def scale_for(self, amax, known, dtype, parallel):
         return scale_of(parallel.pmax(amax, "tp"), dtype)
 
     def _scales_of(self, amax: dict, state: dict, tokens: jax.Array | int) -> dict:
@@ -278,7 +295,7 @@ class Delayed(PerTensor):
     remembers: ClassVar[bool] = True
     knows_scales: ClassVar[bool] = True
 
-    def _scale_of(self, amax, known, dtype, parallel):
+    def scale_for(self, amax, known, dtype, parallel):
         return known
 
     def first_state(self, weights: dict, steps: int) -> dict:

@@ -22,7 +22,6 @@ from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
 from mjax.models.attention.positions import apply_rope, pairs_apart, warmed
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
-from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -151,7 +150,7 @@ class Attention(BranchModule):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """q [B, S, N/tp, H], k and v [B, S, K', H] as attention reads them, and the output gate."""
         sizes, parallel, gate = self.cfg.attention, inputs.ctx.parallel, None
-        q, kv = self._project(x, inputs.ctx)
+        q, kv = self._project(x, inputs)
         if sizes.attention_bias:
             q = q + self.q_bias[...]
         k, v = self.biased(kv, parallel)
@@ -224,11 +223,12 @@ class Attention(BranchModule):
         sizes = self.cfg.attention
         return sizes.attention_bias and not (sizes.qk_norm or sizes.attention_output_gate)
 
-    def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def _project(self, x: jax.Array, inputs: BranchInputs) -> tuple[jax.Array, jax.Array]:
         """q [B, S, N/tp, H or 2 H] and the kv [B, S, 2, K', H] that these query heads use."""
-        kv_weight = self.local_kv_weight(ctx.parallel)
+        kv_weight = self.local_kv_weight(inputs.ctx.parallel)
+        weights = inputs.reading(x, weight_of(self.q), kv_weight)
         named = not self.keeps_what_attention_reads
-        return column(x, (weight_of(self.q), kv_weight), ctx, named)
+        return column(x, weights, inputs.ctx, named)
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""

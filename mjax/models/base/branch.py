@@ -6,7 +6,7 @@ those of its weights. Nothing else knows it.
 """
 
 import pkgutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -15,9 +15,11 @@ from flax import nnx
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels import Choice
+from mjax.kernels.elementwise.norm import NormFork
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
 from mjax.models.base.streams import Activation, SharedWeights
+from mjax.models.base.weight import Weight
 from mjax.sharding.collectives import Parallel
 
 # The cache of a branch: a tree of arrays, or None.
@@ -77,6 +79,7 @@ class BranchInputs:
     word: which row of `BRANCHES` it is (`config/languages/layer_pattern.py`).
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
+    norm: what the norm before the branch gave.
     shared, source: of a model with two streams (`models/base/streams.py`).
     """
 
@@ -88,6 +91,15 @@ class BranchInputs:
     layer: jax.Array | int = 0
     shared: SharedWeights | None = None
     source: Source | None = None
+    norm: NormFork | None = None
+
+    def reading(self, x: jax.Array, *weights: Weight) -> tuple[Weight, ...]:
+        """Weights that multiply x, with its maximum if it is what the norm gave and measured."""
+        norm = self.norm
+        if norm is None or norm.amax is None or norm.normed is not x or self.ctx.probe.see:
+            return weights
+        amax = self.ctx.parallel.pmax(norm.amax, "tp")
+        return tuple(replace(w, input_amax=amax) if w.recipe else w for w in weights)
 
 
 class BranchOutput(NamedTuple):

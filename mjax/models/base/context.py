@@ -25,6 +25,7 @@ class Kernels:
     deterministic: `run.deterministic`.
     cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
+    measures_norms: whether norms find the largest magnitude of what they give, which scales it.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
     """
 
@@ -35,6 +36,7 @@ class Kernels:
     cp_type: str = "auto"
     cp_a2a: int = 1
     permute: bool = True
+    measures_norms: bool = False
     overlap_rows: int | None = None
 
 

@@ -53,11 +53,10 @@ class Norm(nnx.Module):
         return kernel.norm_reference(x, gain, bias, self.cfg.norm_eps, mean)
 
     @jax.named_scope("norm")
-    def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(normed x, x). A residual stream goes on with the second
-        (`kernels/elementwise/norm.py`)."""
+    def fork(self, x: jax.Array, measured: bool = False) -> kernel.NormFork:
+        """Normed x, and x for a residual stream (`kernels/elementwise/norm.py`)."""
         gain, bias = self.weights()
-        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
+        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps, measured=measured)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """(the factor on x, the bias of LayerNorm, zeros if it has none), fp32."""

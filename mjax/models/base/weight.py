@@ -42,6 +42,7 @@ class Weight:
         value only takes the gradient.
     transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
     scales: fp32 [3] of x, of the weight and of the gradient of y, if there is a recipe.
+    input_amax: fp32 [], the largest magnitude of x over tp, where it is known before.
     grad_sum: fp32, shaped like value: the sum of the gradients of earlier micro-batches.
     adapter: its product is added to that of the weight, or None. The weight is frozen then.
     places: of the elements of y's gradient, where a recipe rounds them at random.
@@ -57,6 +58,7 @@ class Weight:
     bits: jax.Array | None = None
     transposed: jax.Array | None = None
     scales: jax.Array | None = None
+    input_amax: jax.Array | None = None
     grad_sum: jax.Array | None = None
     adapter: Adapter | None = None
     places: GradientPlaces | None = None
@@ -112,7 +114,8 @@ def weight_of(param: nnx.Param) -> Weight:
 def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     """Contract the last `w.inputs` axes of x with the first of w, in x's dtype.
 
-    Current scaling measures x and the gradient over tp of `parallel`. Inputs are always one axis.
+    Current scaling measures x, unless `input_amax` is there, and the gradient over tp of
+    `parallel`. Inputs are always one axis.
     XLA would otherwise transpose the gradient of a weight with several inputs before and after its
     exchange (GPT 1.3B on two H200s: 1.5 % of a step). Outputs of a plain product stay as they are:
     where XLA shards by itself (`infer/`), it gathers a weight whose gate and up became one axis.
@@ -254,7 +257,7 @@ def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
-    x8 = w.recipe.round_input(x, w.scales, parallel)
+    x8 = w.recipe.round_input(x, w.scales, parallel, w.input_amax)
     w8, axis = forward_operand(w)
     y = w.recipe.product(x8, w8, axis, w.scales, x.dtype)
     kept_x = w.recipe.kept_input(x8)
@@ -304,7 +307,7 @@ def backward_operand(w: Weight, contracted: int = 1) -> jax.Array:
 def kept_for_backward(w: Weight) -> Weight:
     """The fields of a weight that a backward in FP8 reads."""
     value = w.value if w.bits is None else None
-    return replace(w, value=value, transposed=None)
+    return replace(w, value=value, transposed=None, input_amax=None)
 
 
 def cotangent_fp8(

@@ -1,5 +1,6 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -103,23 +104,27 @@ class MLP(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        y = self._product(x, inputs.ctx)
+        y = self._product(x, inputs)
         if self.cfg.mlp_bias:
             y = y + self.down_bias[...]
         if self.cfg.mlp_multipliers is not None:
             y = y * self.cfg.mlp_multipliers[1]
         return BranchOutput(y)
 
-    def _product(self, x: jax.Array, ctx: Context) -> jax.Array:
+    def _product(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """The second matmul's output."""
-        act = self.cfg.hidden_act
-        up, down = weight_of(self.up), weight_of(self.down)
+        act, ctx = self.cfg.hidden_act, inputs.ctx
+        (up,) = inputs.reading(x, weight_of(self.up))
+        down = weight_of(self.down)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
         is_plain = up.adapter is None and down.adapter is None and not up.is_coded
         is_plain &= up.recipe == down.recipe
         if self._in_one_function(x, ctx) and is_plain:
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
-                return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
+                block = functools.partial(
+                    mlp_fp8.gated_mlp_fp8, up=up, down=down, act=act, parallel=ctx.parallel
+                )
+                return _exchanged(x, ctx, block)
             if not self.cfg.mlp_gated and ctx.training.keeps_all and in_matmuls(x, up, bias, act):
                 return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
         (h,) = column(x, (up,), ctx)

@@ -1,13 +1,16 @@
-"""A gated feed-forward block in FP8 with delayed scaling, as one function with its own backward.
+"""A gated feed-forward block in FP8 with one scale a tensor, as a function with its own backward.
 
 As two matmuls (`models/base/weight.py`) with a gate between, XLA would round what goes into and out
 of the gate in separate passes. Here the gate's kernels (`kernels/elementwise/gate.py`) round while
-they compute. They write the operands of the weights' gradients as cuBLASLt wants them: contracted
-axes last. Invariant: the result is that of the two matmuls and the gate. The block keeps x,
-transposed, in 8 bits for the backward, and the gate's input by the name `up`.
+they compute. Current scaling measures first what they will round, in a pass that only reads. The
+kernels write the operands of the weights' gradients as cuBLASLt wants them: contracted axes last.
+Invariant: the result is that of the two matmuls and the gate. The block keeps x, transposed, in 8
+bits for the backward, and the gate's input by the name `up`.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -16,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
-from mjax.kernels.fp8.quantize import SCALES, dot8
+from mjax.kernels.fp8.quantize import SCALES, amax_of, dot8
 from mjax.kernels.fp8.recipe import Recipe
 from mjax.models.base.weight import (
     Weight,
@@ -26,6 +29,7 @@ from mjax.models.base.weight import (
     forward_operand,
     kept_for_backward,
 )
+from mjax.sharding.collectives import LOCAL, Parallel
 
 
 def supports(recipe: Recipe | None, act: str) -> bool:
@@ -33,11 +37,17 @@ def supports(recipe: Recipe | None, act: str) -> bool:
     return recipe is not None and recipe.supports("gated mlp") and act in gate.GATES
 
 
-def gated_mlp_fp8(x: jax.Array, up: Weight, down: Weight, act: str) -> jax.Array:
+def gated_mlp_fp8(
+    x: jax.Array, up: Weight, down: Weight, act: str, parallel: Parallel = LOCAL
+) -> jax.Array:
     """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D]."""
     rows = x.reshape(-1, x.shape[-1])
-    y = _gated_mlp(act, rows, as_matrix(up), as_matrix(down))
+    y = _gated_mlp(parallel, act, rows, as_matrix(up), as_matrix(down))
     return y.reshape(x.shape)
+
+
+# Places of scales in `Weight.scales` that current scaling measures.
+OF_INPUT, OF_GRADIENT = 0, 2
 
 
 class Residuals(NamedTuple):
@@ -54,31 +64,41 @@ class Residuals(NamedTuple):
     down: Weight
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_mlp(act: str, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_mlp(parallel: Parallel, act: str, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
     """x [M, D] -> [M, D]; the cotangents of weights are as in `weight.matmul`."""
-    y, _ = _gated_mlp_forward(act, x, up, down)
+    y, _ = _gated_mlp_forward(parallel, act, x, up, down)
     return y
 
 
-def _gated_mlp_forward(act, x, up, down):
-    x_scale, activation_scale = up.scales[0], down.scales[0]
-    x8 = gate.to_fp8(x, x_scale, E4M3)
+def _gated_mlp_forward(parallel, act, x, up, down):
+    if up.input_amax is None:
+        up = _measured(up, OF_INPUT, lambda: amax_of(x), parallel)
+    else:
+        up = _measured(up, OF_INPUT, lambda: up.input_amax, LOCAL)
+    x_scale = up.scales[OF_INPUT]
+    rounding = gate.to_fp8 if up.recipe.knows_scales else gate.to_fp8_both
+    x8 = rounding(x, x_scale, E4M3)
     h = _forward_product(x8.plain, up, x.dtype)
     h = checkpoint_name(h, "up")
-    a8 = gate.gate_to_fp8(h, activation_scale, act)
+    down = _measured(down, OF_INPUT, lambda: gate.gate_amax(h, act), parallel)
+    a8 = gate.gate_to_fp8(h, down.scales[OF_INPUT], act)
     maxima = jnp.stack([x8.amax, a8.amax])
     maxima = checkpoint_name(maxima, SCALES)
-    transposed = gate.to_fp8_transposed(x, x_scale, E4M3).transposed
+    transposed = x8.transposed
+    if transposed is None:
+        transposed = gate.to_fp8_transposed(x, x_scale, E4M3).transposed
     y = _forward_product(a8.plain, down, x.dtype)
     return y, Residuals(transposed, h, maxima, kept_for_backward(up), kept_for_backward(down))
 
 
-def _gated_mlp_backward(act, residuals: Residuals, g):
+def _gated_mlp_backward(parallel, act, residuals: Residuals, g):
     x8, h, maxima, up, down = residuals
-    g8 = gate.to_fp8_both(g, down.scales[2], E5M2)
+    down = _measured(down, OF_GRADIENT, lambda: amax_of(g), parallel)
+    g8 = gate.to_fp8_both(g, down.scales[OF_GRADIENT], E5M2)
     da = _backward_product(g8.plain, down, g.dtype)
-    activation_scale, dh_scale = down.scales[0], up.scales[2]
+    up = _measured(up, OF_GRADIENT, lambda: gate.gate_amax(h, act, da), parallel)
+    activation_scale, dh_scale = down.scales[OF_INPUT], up.scales[OF_GRADIENT]
     gradients = gate.gate_gradients_to_fp8(h, da, activation_scale, dh_scale, act)
     dh8, a8 = gradients.d_input, gradients.output
     dx = _backward_product(dh8.plain, up, g.dtype)
@@ -90,6 +110,18 @@ def _gated_mlp_backward(act, residuals: Residuals, g):
 
 
 _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
+
+
+def _measured(
+    w: Weight, which: int, measure: Callable[[], jax.Array], parallel: Parallel
+) -> Weight:
+    """`w` with a scale by the maximum that `measure` finds, where the recipe asks for it."""
+    if w.recipe.knows_scales:
+        return w
+    dtype = E4M3 if which == OF_INPUT else E5M2
+    scale = w.recipe.scale_for(measure(), w.scales[which], dtype, parallel)
+    scales = w.scales.at[which].set(scale)
+    return replace(w, scales=checkpoint_name(scales, SCALES))
 
 
 def _forward_product(x8: jax.Array, w: Weight, dtype: jnp.dtype) -> jax.Array:

@@ -64,7 +64,7 @@ def buffers_of(precision: PrecisionConfig, specs: dict) -> dict[str, Buffer]:
 def buffer_keys(config: dict) -> list[str]:
     """The config keys that a run's buffers follow from; `config` is as `model_dump` gives it.
 
-    A run that is resumed may not change them.
+    A resumed run that changes them starts its buffers anew.
     """
     precision = config["precision"]
     names = [precision.get("fp8"), *(recipe for _, recipe in precision.get("fp8_rules", []))]

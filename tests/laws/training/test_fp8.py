@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.errors import UserError
 from mjax.plan.execution import decide_execution
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer, measure
 from mjax.train import Trainer, programs
@@ -262,12 +261,27 @@ def test_it_learns_like_fp32():
         assert abs(learn(recipe) - exact) < 0.01 * exact, recipe
 
 
-def test_another_recipe_does_not_take_up_the_state(tmp_path):
-    delayed, none = (
+@pytest.mark.parametrize(
+    "before, after", [("delayed", "none"), pytest.param("none", "delayed", marks=pytest.mark.slow)]
+)
+def test_another_recipe_goes_on_as_if_it_started_there(tmp_path, caplog, before, after):
+    """The loss of the next steps is that of a run of the recipe from these weights and moments."""
+    old, new, fresh = (
         make_trainer("dense", Cell(), f"precision.fp8={recipe}", f"run.dir={tmp_path}")
-        for recipe in ("delayed", "none")
+        for recipe in (before, after, after)
     )
-    delayed.save()
-    delayed.store.wait()
-    with pytest.raises(UserError, match="precision.fp8='delayed' but this run has"):
-        none.restore()
+    old.step(make_batch(ROWS))
+    old.save()
+    old.store.wait()
+    assert new.restore() == 1
+    assert "of another FP8 recipe: what it remembers starts anew" in caplog.text
+    assert jax.tree.structure(new.state) == jax.tree.structure(fresh.state)
+    started = fresh.state.get("buffers", {})
+    jax.tree.map(np.testing.assert_array_equal, new.state.get("buffers", {}), started)
+    fresh.state = jax.device_get(old.state) | jax.device_get(started and {"buffers": started})
+    if not started:
+        fresh.state.pop("buffers")
+    fresh.go_on_from(jax.device_put(fresh.state), 1)
+    for _ in range(2):
+        losses = [float(trainer.step(make_batch(ROWS))["loss"]) for trainer in (new, fresh)]
+        assert losses[0] == losses[1]

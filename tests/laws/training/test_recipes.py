@@ -23,7 +23,7 @@ class Exact(Current):
     name: ClassVar[str] = "exact"
     remembers: ClassVar[bool] = True
 
-    def round_input(self, x, scales, parallel):
+    def round_input(self, x, scales, parallel, amax=None):
         return Rounded8(x, scales[:2])
 
     def round_weight(self, value, scales, contracted):
@@ -41,6 +41,9 @@ class Exact(Current):
     def weight_gradient(self, x8, g8, dtype, total):
         product = (g8.transposed @ x8.values).T.astype(dtype)
         return product if total is None else total + product
+
+    def supports(self, block):
+        return False
 
     def first_state(self, weights, steps):
         return jax.tree.map(lambda w: np.zeros((w.shape[0], steps), np.float32), weights)

@@ -29,8 +29,7 @@ MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 UP = (2**14, 1024, 4096)
 EXPERTS = (2**14, 8, 4096, 14336)
-KNOWN, MEASURED = ({"knows_scales": knows, "backend": "xla"} for knows in (True, False))
-OF_TE = {"knows_scales": True, "backend": "te"}
+OF_XLA, OF_TE = {"backend": "xla"}, {"backend": "te"}
 FP8_EXPERTS = {"asked": "auto", "eight_bits": True}
 BARE = Device("gpu", triton=False)
 
@@ -104,7 +103,7 @@ TABLE = [
     ("attention", "float16", Q, HOPPER, {"call": CAPPED}, "cudnn", ""),  # which refuses it
     ("norm", "float16", BIG, GPU, {}, "triton", "one pass"),
     ("gate", "float16", BIG, GPU, {}, "triton", "one pass"),
-    ("quantize", "float16", BIG, GPU, KNOWN, "xla", "no float16"),
+    ("quantize", "float16", BIG, GPU, OF_XLA, "xla", "no float16"),
     ("experts", "float16", EXPERTS, HOPPER, {"asked": "auto"}, "loop", "not float16"),
     ("grouped_matmul", "float16", EXPERTS, HOPPER, {}, "xla", "not float16"),
     ("grouped_matmul", "bfloat16", EXPERTS, CPU, {}, "xla", NO_GPU),
@@ -134,7 +133,7 @@ TABLE = [
     ("loss_rows", "float32", (16384, 50257), GPU, {"tp": 1}, "xla", "multiple of 128"),
     ("loss_rows", "float32", (64, 50304), GPU, {"tp": 1}, "xla", "nothing is won"),
     ("loss_rows", "float32", (2**20, 151936), GPU, {"tp": 1, "chunk": 16384}, "xla", "32-bit"),
-    ("quantize", "bfloat16", BIG, CPU, KNOWN, "xla", NO_GPU),
+    ("quantize", "bfloat16", BIG, CPU, OF_XLA, "xla", NO_GPU),
     ("experts", "bfloat16", EXPERTS, CPU, {"asked": "auto"}, "xla", "no GPU"),
     ("experts", "bfloat16", EXPERTS, HOPPER, {"asked": "auto"}, "mosaic", "its own expert"),
     ("experts", "bfloat16", EXPERTS, GPU, {"asked": "auto"}, "loop", "needs a Hopper GPU"),
@@ -144,8 +143,7 @@ TABLE = [
     ("experts", "bfloat16", EXPERTS, HOPPER, FP8_EXPERTS, "mosaic", "in 8 bits"),
     ("experts", "bfloat16", EXPERTS, GPU, FP8_EXPERTS, "xla", "rounded to 8 bits"),
     ("experts", "bfloat16", (64, 8, 128, 128), HOPPER, FP8_EXPERTS, "xla", "multiple of 128"),
-    ("quantize", "bfloat16", BIG, GPU, KNOWN, "triton", "one pass"),
-    ("quantize", "bfloat16", BIG, GPU, MEASURED, "xla", "maximum"),
+    ("quantize", "bfloat16", BIG, GPU, OF_XLA, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, OF_TE, "te", "fp8_backend"),
     ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {"state": 128}, "xla", NO_GPU),
     ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {"state": 128}, "triton", "walks the chunks"),

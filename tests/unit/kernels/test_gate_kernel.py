@@ -13,7 +13,7 @@ from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.activation import activate, activated, gated
 from mjax.kernels.elementwise.gate import E4M3, E5M2, GateTile
 from mjax.kernels.fp8 import quantize as q
-from mjax.kernels.fp8.recipe import Delayed
+from mjax.kernels.fp8.recipe import Current, Delayed
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
 from mjax.prove import Cell, deviation, make_trainer, measure
@@ -45,6 +45,8 @@ PASSES = {
     "backward8": lambda h, d, s: leaves(gate.gate_gradients_to_fp8(h, d, s, 8 * s, "silu")),
     "weighted forward8": lambda h, d, s: leaves(gate.gate_to_fp8(h, s, "silu", _weights(d))),
     "weighted backward8": lambda h, d, s: _weighted_backward8(h, d, s),
+    "tops": lambda h, d, s: [gate.gate_amax(h, "silu")],
+    "tops backward": lambda h, d, s: [gate.gate_amax(h, "gelu_tanh", d)],
     "plain": lambda h, d, s: leaves(gate.to_fp8(h, s, E4M3)),
     "transposed": lambda h, d, s: leaves(gate.to_fp8_transposed(d, s, E5M2)),
     "both": lambda h, d, s: leaves(gate.to_fp8_both(d, s, E5M2)),
@@ -209,7 +211,7 @@ def test_only_what_pays_and_fits_takes_it(monkeypatch):
 # ---- the block ---------------------------------------------------------------------------------
 
 
-def block(dtype, act):
+def block(dtype, act, recipe):
     """Two functions of the same operands, and those: by two matmuls and a gate; in one."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (2, 24, 32)).astype(dtype)
@@ -221,7 +223,7 @@ def block(dtype, act):
 
     def weight(name, w, scales, sums):
         total = (sums or {}).get(name)
-        return Weight(w, scales=scales[name], grad_sum=total, name=name, recipe=Delayed())
+        return Weight(w, scales=scales[name], grad_sum=total, name=name, recipe=recipe)
 
     def apart(x, up, down, scales):
         h = matmul(x, weight("up", up, scales, None)).astype(jnp.float32)
@@ -239,14 +241,19 @@ def relative(a, b):
     return float(np.linalg.norm(exact(a) - exact(b)) / np.linalg.norm(exact(b)))
 
 
+DELAYED_PASSES = {"quantize": 1, "quantize_transposed": 2}
+CURRENT_PASSES = {"quantize_transposed": 2, "gate_tops": 2}
+
+
 @pytest.mark.parametrize(
-    "dtype, act, kernel",
-    [("float32", "silu", False), ("float32", "gelu_tanh", True)]
-    + [("bfloat16", "gelu_tanh", False), ("bfloat16", "silu", True)],
+    "dtype, act, kernel, recipe",
+    [("float32", "silu", False, Delayed()), ("float32", "gelu_tanh", True, Delayed())]
+    + [("bfloat16", "gelu_tanh", False, Delayed()), ("bfloat16", "silu", True, Delayed())]
+    + [("float32", "silu", True, Current()), ("bfloat16", "silu", False, Current())],
 )
-def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel):
+def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel, recipe):
     """Which computes in fp32 and is rounded once."""
-    apart, whole, operands = block(dtype, act)
+    apart, whole, operands = block(dtype, act, recipe)
     g = (1e-3 * jax.random.normal(jax.random.key(3), operands[0].shape)).astype(dtype)
     y, pull = jax.vjp(apart, *operands)
     want = jax.tree.leaves((y, pull(g)))
@@ -257,11 +264,11 @@ def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel):
         assert (a.shape, a.dtype) == (e.shape, e.dtype) and relative(a, e) < 1e-5
     if kernel:
         passes = {"gate_forward8": 1, "gate_backward8": 1}
-        assert Counter(used) == passes | {"quantize": 1, "quantize_transposed": 2}
+        assert Counter(used) == passes | (DELAYED_PASSES if recipe.knows_scales else CURRENT_PASSES)
 
 
 def test_block_adds_to_sums_of_gradients():
-    _, whole, operands = block("bfloat16", "silu")
+    _, whole, operands = block("bfloat16", "silu", Delayed())
     sums = {"down": jnp.ones(operands[2].shape)}
     y, pull = jax.vjp(whole, *operands, sums)
     _, up, down, _, total = pull(y)

@@ -81,6 +81,32 @@ def test_forward_and_backward_equal_fp64(monkeypatch, lead, width, tile, dtype, 
         assert (np.abs(np.asarray(a, np.float64) - e) <= (bound + 3e-6) * size).all()
 
 
+@pytest.mark.parametrize(
+    "lead, width, dtype", [((2, 19), 251, "float32"), ((5, 64), 128, "bfloat16")]
+)
+def test_measured_rows_are_the_reference_and_its_maximum(monkeypatch, lead, width, dtype):
+    """As a fork, whose stream takes its gradient; a value that is no number is the maximum."""
+    x, dy, stream, gain, _ = draw(lead, width, dtype, False)
+
+    def of(how):
+        return jax.vjp(functools.partial(fused_norm, how), x, gain, None)
+
+    ran = interpret(monkeypatch)
+    tile = NormTile(4, 4, 3)
+    (y, kept, amax), pull = of(NormFacts(EPS, tile, fork=True, measured=True))
+    assert ran == ["rmsnorm_forward"]
+    got = pull((dy, stream, jnp.zeros_like(amax)))
+    (want, _), pull = of(NormFacts(EPS, tile, fork=True))
+    assert np.array_equal(kept, x) and amax == jnp.max(jnp.abs(y)).astype(jnp.float32)
+    np.testing.assert_allclose(
+        np.float32(y), np.float32(want), rtol=float(jnp.finfo(dtype).eps), atol=1e-6
+    )
+    for a, e in zip(got[:2], pull((dy, stream))[:2], strict=True):
+        assert np.array_equal(a, e)
+    x = x.at[(0,) * x.ndim].set(jnp.nan)
+    assert not np.isfinite(of(NormFacts(EPS, tile, fork=True, measured=True))[0][2])
+
+
 def test_parts_add_up_and_none_is_left_unwritten(monkeypatch):
     """More programs than tiles of rows are not started; each writes its part, all finite."""
     interpret(monkeypatch)
@@ -151,3 +177,19 @@ def test_a_step_on_a_mesh_is_what_it_was(biased, request):
     request.getfixturevalue("on")
     mesh = Cell({"tp": 2, "dp": 2}, 1, 2)
     assert deviation(measure(make_trainer("windows", mesh, *extra), 1).first, before) < 1e-5
+
+
+@slow
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("mesh.tp_overlap=always",), marks=pytest.mark.exhaustive)]
+)
+def test_current_scaling_reads_the_maximum_that_norms_find(monkeypatch, more):
+    """Over tp, each device's norm having measured its own rows, in one piece or in several."""
+    keys = "precision.fp8=current", "train.remat=dots", *more
+    before = measure(make_trainer("dense", Cell(), *keys), 1).first
+    choose_for(monkeypatch, GPU, "norm")
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1)
+    ran = interpret(monkeypatch)
+    mesh = make_trainer("dense", Cell({"tp": 2}, 0, 1), *keys)
+    assert deviation(measure(mesh, 1).first, before) < 1e-5
+    assert "rmsnorm_forward" in ran
