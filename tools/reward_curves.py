@@ -17,7 +17,7 @@ from tools.learning_runs import Curve, draw_curves, run_mjax, spread, train_once
 from tools.sums import sums
 
 STEPS, EVERY = 200, 25
-SEEDS = {"grpo": 3, "dr_grpo": 1, "ppo": 1}
+SEEDS = {"grpo": 3, "ppo": 1}
 CRITIC = ["reinforce.critic_lr=1e-3"]  # the rate of the policy
 
 
