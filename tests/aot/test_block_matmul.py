@@ -150,7 +150,7 @@ def calls(text: str) -> Counter:
     return found + Counter({"mosaic": text.count('custom_call_target="mosaic_gpu')})
 
 
-@slow
+@exhaustive
 def test_a_step_multiplies_blocks_by_our_kernels():
     keys = "model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "train.unroll=1"
     rows = "train.micro_batch_size=1", "train.global_batch_size=1"

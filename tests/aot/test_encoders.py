@@ -6,7 +6,7 @@ import pytest
 
 from mjax.kernels.base.chooser import Device, believed
 from tests.aot.common import compile_step, missing
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -24,6 +24,7 @@ def test_attention_runs_once_a_layer_without_whole_scores(documents):
     assert made.temp < 5e9
 
 
+@exhaustive
 def test_a_backward_adds_no_bias_of_queries_and_keys_again():
     made = compile_step(BERT, *TWO_LAYERS, *BATCH, "train.remat=dots")
     added = [line for line in made.text.splitlines() if "/attention/add" in line]
@@ -38,6 +39,7 @@ def test_context_parallel_encoders_trade_heads():
     assert "all-to-all" in made.text
 
 
+@exhaustive
 def test_attention_with_biases_by_distance_runs_once_a_layer_without_whole_scores():
     layers = "model.num_hidden_layers=2", "model.layer_pattern='B, [GXD]'", "mesh.dp=1"
     batch = "train.global_batch_size=8", "train.micro_batch_size=8", "train.attention=auto"
@@ -49,6 +51,7 @@ def test_attention_with_biases_by_distance_runs_once_a_layer_without_whole_score
     assert "8,12,512,512]" not in made.text, "whole scores exist"
 
 
+@exhaustive
 def test_windows_to_both_sides_hold_scores_of_the_keys_near_by():
     layers = "model.num_hidden_layers=4", "model.layer_pattern=FWWB", "mesh.dp=1"
     batch = "train.global_batch_size=8", "train.micro_batch_size=8", "train.attention=auto"
@@ -74,6 +77,7 @@ def test_queries_keys_and_values_are_one_product_that_no_kernel_cuts_copies_or_a
     assert not re.search(r" = bf16\[32,512,(2,)?12,64\]\S* fusion\(", made.text)
 
 
+@exhaustive
 @pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 @pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=slow)])
 def test_an_activation_function_needs_no_kernel_where_layers_keep_all(remat):

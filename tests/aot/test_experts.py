@@ -101,7 +101,7 @@ def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_n
     assert len([shape for shape in exchanges if re.search(rows, shape)]) == gathers
 
 
-@slow
+@exhaustive
 def test_in_fp8_tokens_travel_as_bytes_and_sums_do_not():
     keys = [*OVER_EP[:-1], "precision.fp8=delayed", "precision.fp8_experts=true"]
     keys.append("train.expert_exchange=all_to_all")

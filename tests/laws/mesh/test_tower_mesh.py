@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.plan.activations import kept
 from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer, with_items
 from mjax.prove.features import FEATURES, SMALL
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 WHOLE = "mesh.towers={vision: {tp: 1, cp: 1}}"
 ROWS_OVER_TP = "mesh.towers={vision: {tp: 1}}"
@@ -60,7 +60,7 @@ def exchanges(layers: int, *keys: str) -> Counter:
     return Counter(EXCHANGE.findall(trainer.lower().compile().as_text()))
 
 
-@slow
+@exhaustive
 def test_a_layer_of_a_whole_tower_exchanges_nothing():
     assert exchanges(2, WHOLE) == exchanges(1, WHOLE)
     grown = exchanges(2)

@@ -23,7 +23,7 @@ from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.batch import most_documents, only_padding_follows
 from tests.generation import made_ids
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 MODEL = {
     "vocab_size": 128,
@@ -151,7 +151,7 @@ def test_what_is_missing_is_said():
         make_trainer("t5", Cell({"cp": 2}, cp_type="ring")).step(make_batch(24, target=48))
 
 
-@slow
+@exhaustive
 def test_recomputing_changes_nothing_beyond_rounding():
     batch = make_batch(24, target=48)
     where = Cell({"pp": 2}, 0, 2)
@@ -162,7 +162,7 @@ def test_recomputing_changes_nothing_beyond_rounding():
     assert deviation(*found) <= 1e-6
 
 
-@slow
+@exhaustive
 def test_fp8_stays_near():
     batch = make_batch(24, target=48)
     losses = []

@@ -22,7 +22,7 @@ from mjax.objectives.masked import MaskedTokens
 from mjax.objectives.objective import objective_of
 from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import LOSSES
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.measures import measured
 from tests.triton_interpreter import interpret
 
@@ -75,7 +75,7 @@ def test_meshes_agree_on_padded_rows(cell, more):
     assert of_rows == (batch["row_label"] >= 0).sum()
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, pooling",
     quick(

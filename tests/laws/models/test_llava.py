@@ -134,7 +134,7 @@ def test_a_part_of_its_own_rate_moves_as_a_run_of_that_rate(optimizer):
     assert min(rates.values()) > 2
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("cell", [Cell({"dp": 4, "tp": 2}, 3), Cell({"pp": 2, "cp": 2})])
 def test_rates_of_parts_are_the_same_on_every_mesh(cell):
     keys = "schedule.lr=0.008", SLOW_PROJECTOR

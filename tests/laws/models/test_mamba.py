@@ -17,7 +17,7 @@ from mjax.plan.activations import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import STATES
 from tests.devices import GPU, choose_for
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 from tests.triton_interpreter import interpret
 
 HYBRID = ["model.layer_pattern='mamba+mlp, mamba|full'", "model.mamba.n_groups=2", *STATES]
@@ -71,7 +71,7 @@ def test_meshes_agree_where_sizes_are_odd(mesh, more):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_a_pipeline_of_unlike_stages_agrees():
     cell = Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")
     layers = ["model.layer_pattern='megatron:MM*-MME-'", "model.num_hidden_layers=8"]

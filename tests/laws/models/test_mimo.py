@@ -24,7 +24,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.towers.audio import rows_of_frames
 from mjax.objectives.objective import objective_of
 from tests.laws.models.frozen_tower import assert_tower_stays
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 IMAGE, SOUND = 257, 258
 MIMO = [
@@ -160,7 +160,7 @@ def test_sounds_for_a_model_that_hears_none_are_named(data):
         ImageTextDataset(data, "train", [1.0, 0, 0], 1, cfg, load_tokenizer("byte"))
 
 
-@slow
+@exhaustive
 def test_a_run_is_continued_by_generate_with_both(data, tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 

@@ -155,7 +155,7 @@ def test_what_does_not_fit_together_is_one_line(change, said):
         load(None, [*QWEN_VL, "data.mock=true", change])
 
 
-@slow
+@exhaustive
 def test_a_run_is_continued_by_generate_with_pictures_and_a_video(tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 
@@ -299,7 +299,7 @@ def test_without_pyav_a_line_says_what_to_install(monkeypatch):
         sampled_frames("a.mp4")
 
 
-@slow
+@exhaustive
 def test_a_mesh_of_tp_pp_and_cp_equals_one_device():
     """The whole row is `python -m mjax.prove --features qwen-vl`."""
     record = compare("qwen-vl", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), steps=2)

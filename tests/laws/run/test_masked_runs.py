@@ -19,7 +19,7 @@ from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 KEYS = [
     "model.vocab_size=304",
@@ -75,7 +75,7 @@ def run(text, folder, *more) -> list[dict]:
     return [r for r in records(folder) if "loss" in r or "eval_loss" in r]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("sharded", [pytest.param(True, marks=slow), False])
 def test_a_run_resumes_and_reads_the_same_samples(text, tmp_path, sharded):
     whole = run(text, tmp_path / "whole")

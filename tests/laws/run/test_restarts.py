@@ -178,7 +178,7 @@ def environment_of(process) -> list[str]:
     return Path(f"/proc/{process.pid}/environ").read_text().rstrip("\0").split("\0")
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(("how", "processes"), [("stop", 4), ("data", 2), ("save", 2)])
 def test_a_hang_ends_in_bounded_time_and_says_where(tmp_path, how, processes):
     """JAX's heartbeat may know before, or process 0 end first: then others die of SIGABRT."""

@@ -112,7 +112,7 @@ def test_cut_and_whole_experts_restore_each_other(tmp_path):
     restore_everywhere(tmp_path, "experts", ["model.num_hidden_layers=1"], LAYOUTS)
 
 
-@slow
+@exhaustive
 @pytest.mark.timeout(3600)  # three minutes of one core that is not shared
 def test_meshes_restore_each_others_fp8_state(tmp_path):
     every_other = DENSE_MESHES[1::2]  # FP8 compiles for twice as long

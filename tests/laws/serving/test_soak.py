@@ -57,7 +57,9 @@ def soaked_engine(home: Path) -> Engine:
     return made
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(10_000, marks=(slow, exhaustive))])
+@pytest.mark.parametrize(
+    "count", [pytest.param(30, marks=slow), pytest.param(10_000, marks=(slow, exhaustive))]
+)
 def test_a_server_under_callers_of_every_kind(count, tmp_path):
     from tests.unit.serve.conftest import served
 

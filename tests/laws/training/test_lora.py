@@ -50,8 +50,7 @@ def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
             ("hybrid", ("lora.rslora=true",)),
             ("gated deltanet", ()),
             ("biases", ()),
-        ],
-        0,
+        ]
     ),
 )
 def test_gradients_follow_from_those_of_whole_weights(feature, keys):

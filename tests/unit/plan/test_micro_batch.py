@@ -20,7 +20,7 @@ from mjax.plan.execution import micro_batch_sizes
 from mjax.plan.memory import bytes_per_device
 from mjax.run.training_run import write_config
 from mjax.train import Trainer
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
 CONFIGS = Path("configs")
@@ -118,7 +118,7 @@ def test_a_quickstart_is_legal_as_it_is_on_1_to_8_devices(path):
         assert chosen.mesh.zero == 1
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda path: path.stem)
 def test_a_quickstart_trains_as_it_is_on_1_to_8_devices(path):
     same_steps(path, COUNTS)

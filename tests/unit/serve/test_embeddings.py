@@ -49,6 +49,7 @@ def check(sizes: dict, mesh: dict | None = None) -> None:
             embedder.embed(places, texts, pooling)
 
 
+@slow
 def test_of_a_decoder_and_of_an_encoder():
     check({"num_hidden_layers": 1})
     check({"num_hidden_layers": 1, **ENCODER})
