@@ -8,7 +8,6 @@ import pytest
 
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.errors import UserError
-from mjax.infer.engine import Engine
 from mjax.models import definition_of
 from mjax.plan.memory import bytes_per_device
 from mjax.post.environments.environment import Turn
@@ -19,7 +18,14 @@ from mjax.post.rollouts.transcript import Transcript
 from mjax.post.rollouts.valued import valued_batches
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.laws.training.test_reinforcement import LONG, Killed, config, ends, figures, run
+from tests.laws.training.test_reinforcement import (
+    LONG,
+    config,
+    ends,
+    figures,
+    run,
+    run_until_killed,
+)
 from tests.marks import exhaustive, slow
 
 assert ends  # a fixture of all tests here, too
@@ -102,19 +108,7 @@ def test_policy_and_critic_of_a_killed_run_have_the_bits_of_another(tmp_path, mo
     keys = *PPO, LONG, "checkpoint.interval=1", "reinforce.updates_per_rollout=2", *keys
     whole, parts = config(tmp_path / "whole", *keys), config(tmp_path / "parts", *keys)
     run(whole)
-    step, calls = Engine.step, {"left": 0}
-
-    def until_killed(engine):
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise Killed
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", until_killed)
-    calls["left"] = 15  # within the second phase
-    with pytest.raises(Killed):
-        run(parts)
-    calls["left"] = 10**6
+    run_until_killed(run, parts, 15, monkeypatch)  # within the second phase
     assert 0 < len(figures(tmp_path / "parts")) < 4
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, states(parts), states(whole))

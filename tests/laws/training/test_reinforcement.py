@@ -84,6 +84,23 @@ class Killed(BaseException):
     """The end of a process, as far as this one can play it."""
 
 
+def run_until_killed(run, cfg, number: int, monkeypatch) -> None:
+    """Run `cfg`, which ends in step `number` of its engine."""
+    step, left = Engine.step, number
+
+    def until_killed(engine):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Killed
+        return step(engine)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", until_killed)
+        with pytest.raises(Killed):
+            run(cfg)
+
+
 KILLS = [pytest.param(2, [3, 12], marks=slow)]
 KILLS += [pytest.param(1, [*range(1, 21)], marks=exhaustive)]
 
@@ -96,18 +113,8 @@ def test_a_run_that_is_killed_in_rollouts_ends_with_the_bits_of_another(
     keys = LONG, "checkpoint.interval=1", f"reinforce.updates_per_rollout={updates}"
     whole, parts = config(tmp_path / "whole", *keys), config(tmp_path / "parts", *keys)
     run(whole)
-    step, calls = Engine.step, {"left": 0}
-
-    def until_killed(engine):
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise Killed
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", until_killed)
-    for calls["left"] in kills:
-        with pytest.raises(Killed):
-            run(parts)
+    for number in kills:
+        run_until_killed(run, parts, number, monkeypatch)
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, final_params(parts), final_params(whole))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -12,7 +12,6 @@ from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.engine import Engine
 from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
 from mjax.post import reinforce_batches
@@ -24,7 +23,7 @@ from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run.test_failures import losses, records
-from tests.laws.training.test_reinforcement import Killed, final_params
+from tests.laws.training.test_reinforcement import final_params, run_until_killed
 from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
@@ -84,18 +83,7 @@ def test_a_run_that_is_killed_in_its_answers_ends_with_the_bits_of_another(
     whole = config(files, tmp_path / "whole", *keys, steps=6)
     parts = config(files, tmp_path / "parts", *keys, steps=6)
     run(whole)
-    step, calls = Engine.step, {"left": 0}
-
-    def until_killed(engine):
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise Killed
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", until_killed)
-    calls["left"] = 12
-    with pytest.raises(Killed):
-        run(parts)
+    run_until_killed(run, parts, 12, monkeypatch)
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, final_params(parts), final_params(whole))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
