@@ -23,7 +23,7 @@ M, K, N = 8192, 4096, 14336
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=slow)])
-def test_products_spill_next_to_nothing(monkeypatch, capfd, dtype):
+def test_products_spill_nothing(monkeypatch, capfd, dtype):
     """Forward, gradient of the input, and of the weight, of gradients in either format."""
     from mjax.kernels.fp8.block_mosaic import multiply_on_hopper
 
@@ -52,10 +52,10 @@ def test_products_spill_next_to_nothing(monkeypatch, capfd, dtype):
     said = capfd.readouterr()
     text = said.out + said.err
     types = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k32)\.f32\.(\w+)\.(\w+)", text)
-    wanted = {("m64n192k32", "e4m3", "e4m3"), ("m64n192k32", "e5m2", "e4m3")}
-    assert set(types) == wanted | {("m64n128k32", "e4m3", "e5m2")}
+    e4m3, e5m2 = "e4m3", "e5m2"
+    assert set(types) == {("m64n192k32", *f) for f in ((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))}
     spilled = re.findall(r"stack frame, (\d+) bytes spill stores", text)
-    assert len(spilled) == len(programs) and max(map(int, spilled)) <= 16
+    assert len(spilled) == len(programs) and not any(map(int, spilled))
     assert "C7510" not in text  # the compiler would have made wgmma wait for each other
 
 

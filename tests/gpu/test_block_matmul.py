@@ -121,16 +121,23 @@ def test_product_and_gradients_are_the_emulated_ones(recipe, m):
         _close(a, b, BOUND[jnp.bfloat16])
 
 
-@pytest.mark.parametrize("recipe", [Block128(), Block128("e5m2"), Block128(scales="free")])
-def test_experts_are_the_emulated_ones(recipe):
-    """Both matmuls of experts, rounding included, with running sums; some experts get nothing."""
+@pytest.mark.parametrize(
+    ("recipe", "bound"),
+    [(Block128(), 5e-3), (Block128("e5m2"), 1e-2), (Block128(scales="free"), 2.5e-2)],
+)
+def test_experts_are_the_emulated_ones(recipe, bound):
+    """Both matmuls of experts, rounding included, with running sums; some experts get nothing.
+
+    What the first makes is rounded for the second. Where its last bit differs an element may fall
+    to the neighbor in 8 bits, and with free scales a whole block be rounded anew.
+    """
     fast = jax.jit(lambda: experts_both_ways(recipe, 600, 512, 384, jnp.bfloat16))
     assert fast.lower().compile().as_text().count('custom_call_target="mosaic_gpu') == 6
     slow = Block128(recipe.gradients, recipe.scales, emulates=True)
     want = jax.jit(lambda: experts_both_ways(slow, 600, 512, 384, jnp.bfloat16))()
     _poison()
     for a, b in zip(fast(), want, strict=True):
-        _close(a, b, 2 * BOUND[jnp.bfloat16])
+        _close(a, b, bound)
 
 
 SIZES = [300, 0, 129, 1, 128, 7]

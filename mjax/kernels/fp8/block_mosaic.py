@@ -4,8 +4,8 @@ A thread block has a warpgroup that moves tiles by TMA through a ring of shared 
 multiply, each half of the tile's lines (as in `matmul/grouped_mosaic.py`). The tensor cores sum 128
 terms; the sum is then multiplied by its factors and added to the total in registers (DeepSeek-V3,
 arXiv 2412.19437, section 3.3.2). While one warpgroup does so, the other's products run. It takes 64
-lines at a time, so that a sum needs few registers beside the totals. Two blocks of a cluster may
-share the larger operand: each copies half of it to both.
+lines at a time, and factors of columns late, so that few registers are needed beside the totals.
+Two blocks of a cluster may share the larger operand: each copies half of it to both.
 
 Experts' products are two grouped forms (`BlockJob.grouped`). Rows sorted by expert take tiles as in
 `matmul/grouped_mosaic.py`. A weight's gradient sums over its expert's blocks only: in the turned
@@ -42,6 +42,7 @@ from mjax.kernels.matmul.grouped_tiles import (
 )
 
 DEPTH = 128  # terms of a sum in the tensor cores: a block's side, and the bytes of a slot's line
+CHUNK = 64  # columns that are promoted at once where each has a factor of its own
 WAVE = 64  # lines of a product of the tensor cores
 _REGISTERS_OF_ROLES = 24, 240  # of a moving and of a multiplying thread
 _FACTORS_OF_LINES = plgpu.Layout.WGMMA.reduce(1)
@@ -80,9 +81,9 @@ class BlockTile:
         return self.lines * self.cluster, self.columns
 
 
-# Others spill registers: 256 x 128 with square blocks, 128 x 256 and, with lines, 128 x 192.
-SQUARE_TILE = BlockTile(128, 192, 4, cluster=2)  # the right operand is in blocks of 128 x 128
-LINES_TILE = BlockTile(256, 128, 4, cluster=2, stages=1)  # both are in blocks of 1 x 128
+# Two waves of a multiplier, and 256 columns, spill registers.
+SQUARE_TILE = BlockTile(128, 192, 4, band=16, cluster=2)  # the right one's blocks are 128 x 128
+LINES_TILE = BlockTile(128, 192, 4, cluster=2)  # both are in blocks of 1 x 128
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class BlockJob:
 
     @property
     def chunk(self) -> int:
-        """Columns of a tile that have one factor in a square block."""
-        return math.gcd(self.tile.columns, DEPTH)
+        """Columns of a tile that are promoted together; in a square block they have one factor."""
+        return math.gcd(self.tile.columns, DEPTH if self.square else CHUNK)
 
     @property
     def cluster_tile(self) -> GroupTile:
@@ -323,10 +324,12 @@ def _multiply_tile(job, refs, half, at, count):
         plgpu.barrier_wait(refs.ready.at[slot])
         made = []
         for wave in range(waves):
-            part, scales = _scaled_sum_of_slot(job, refs, half, slot, wave, factors)
+            part, of_lines = _sum_of_slot(job, refs, half, slot, wave)
+            made.append(_promoted(job, refs, slot, totals[wave], part, of_lines, factors))
             if wave == waves - 1:
+                # Or TMA may write before factors are read: in a cluster one thread frees for all.
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(refs.free.at[slot])
-            made.append(_promoted(job, totals[wave], part, *scales))
         return made, ahead
 
     zeros = plgpu.layout_cast(jnp.zeros((WAVE, job.chunk), jnp.float32), plgpu.Layout.WGMMA)
@@ -336,8 +339,8 @@ def _multiply_tile(job, refs, half, at, count):
     return count + at.steps
 
 
-def _scaled_sum_of_slot(job, refs, half, slot, wave, factors):
-    """The sums [64, columns] of a slot's terms, and factors of their lines and chunks."""
+def _sum_of_slot(job, refs, half, slot, wave):
+    """The sums [64, columns] of a slot's terms, and the factors of their lines."""
     lines, start = pl.ds(wave * WAVE, WAVE), half * job.tile.half + wave * WAVE
 
     def run(acc):
@@ -345,25 +348,22 @@ def _scaled_sum_of_slot(job, refs, half, slot, wave, factors):
         plgpu.wgmma(acc, refs.left.at[slot, half, lines], right)
         of_lines = refs.of_lines.at[slot, pl.ds(start, WAVE)]
         of_lines = plgpu.load(of_lines, layout=_FACTORS_OF_LINES)
-        of_chunks = factors or tuple(
-            plgpu.load(refs.of_columns.at[slot, pl.ds(n, job.chunk)], layout=_FACTORS_OF_COLUMNS)
-            for n in range(0, job.tile.columns, job.chunk)
-        )
-        # Or TMA may write before these are read: in a cluster one thread frees a slot for all.
-        plgpu.commit_smem()
-        return acc[...], (of_lines, of_chunks)
+        return acc[...], of_lines
 
     return pl.run_scoped(run, plgpu.ACC((WAVE, job.tile.columns), jnp.float32))
 
 
-def _promoted(job, totals, part, of_lines, of_chunks):
+def _promoted(job, refs, slot, totals, part, of_lines, of_squares):
     """The totals of each chunk and a block's sums times their factors."""
     made = []
-    for n, (total, factor) in enumerate(zip(totals, of_chunks, strict=True)):
+    for n, total in enumerate(totals):
+        columns = pl.ds(n * job.chunk, job.chunk)
         own = part[:, n * job.chunk : (n + 1) * job.chunk]
         if job.square:
-            scale = lax.broadcast_in_dim(of_lines * factor, own.shape, [0])
+            scale = lax.broadcast_in_dim(of_lines * of_squares[n], own.shape, [0])
         else:
+            factor = refs.of_columns.at[slot, columns]
+            factor = plgpu.load(factor, layout=_FACTORS_OF_COLUMNS)
             own = own * lax.broadcast_in_dim(factor, own.shape, [1])
             scale = lax.broadcast_in_dim(of_lines, own.shape, [0])
         made.append(total + own * scale)
