@@ -93,8 +93,8 @@ class Trainings:
                     break
                 time.sleep(_POLL)
         finally:
-            for name, (process, start) in self._running.items():
-                end_process(process)
+            end_processes([process for process, _ in self._running.values()])
+            for name, (_, start) in self._running.items():
                 print(f"{name}: cut off after {time.monotonic() - start:.0f} s", flush=True)
             self._running.clear()
 
@@ -104,8 +104,9 @@ class Trainings:
             now = time.monotonic()
             if process.poll() is None and now - start < self.seconds:
                 continue
-            code = end_process(process)
+            end_processes([process])
             del self._running[name]
+            code = process.returncode
             said = f"{name}: exit {code} after {now - start:.0f} s, at {now - began:.0f} s"
             if code:
                 lines = (self.out / f"{name}.log").read_text(errors="replace").splitlines()
@@ -127,17 +128,18 @@ class Trainings:
         self._running[training.name] = process, time.monotonic()
 
 
-def end_process(process: subprocess.Popen) -> int:
-    """End a process that leads a session, with all its children; returns its exit code."""
+def end_processes(processes: Sequence[subprocess.Popen]) -> None:
+    """End processes that lead sessions, with all their children."""
+    until = time.monotonic() + _GRACE
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            break
-        os.killpg(process.pid, number)
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            continue
-    return process.wait()
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            os.killpg(process.pid, number)
+        for process in left:
+            try:
+                process.wait(max(until - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                continue
 
 
 def variables_of(device: str, out: Path, at_once: int) -> dict[str, str]:
@@ -162,7 +164,7 @@ def draw_curves(curves: Mapping[str, list[Curve]], field: str, title: str, file:
     """Draw curves of several seeds by name as SVG."""
     runs = []
     for name, of_seeds in curves.items():
-        for curve in of_seeds:
+        for curve in filter(None, of_seeds):
             steps, values = np.array(list(curve)), np.array(list(curve.values()))
             runs.append(Run(name, {"step": steps, field: values}, {}, [], {}))
     file.write_text(drawing(runs, field, title), encoding="utf-8")

@@ -77,7 +77,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         write_lines(out)
         runner.run(found)
-    done = {t.name: read_run(out / t.name, t.name) for t in found if runner.is_done(t)}
+    done = finished(out, found)
     lines = [f"{len(done)} of {len(found)} runs are done.", *results(done, out)]
     (out / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines), f"\n{time.monotonic() - began:.0f} s")
@@ -173,6 +173,18 @@ def ages() -> list[tuple[int, str]]:
 
 
 # ---- what is measured ----------------------------------------------------------------------------
+
+
+def finished(out: Path, trainings: Sequence[Training]) -> dict[str, Run]:
+    """The runs of reinforcement learning whose logs have the last step and what follows it."""
+    found = {}
+    for training in trainings:
+        folder = out / training.name
+        if training.after and (folder / "metrics.jsonl").is_file():
+            run = read_run(folder, training.name)
+            if training.steps in run.column("eval_reward")[0]:
+                found[training.name] = run
+    return found
 
 
 def results(done: Mapping[str, Run], out: Path) -> list[str]:
