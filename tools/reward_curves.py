@@ -78,7 +78,10 @@ def main() -> int:
         write_lines(out)
         runner.run(found)
     done = finished(out, found)
-    lines = [f"{len(done)} of {len(found)} runs are done.", *results(done, out)]
+    lines = [
+        f"{len(done)} of {sum(bool(t.after) for t in found)} runs are done.",
+        *results(done, out),
+    ]
     (out / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines), f"\n{time.monotonic() - began:.0f} s")
     return 0
@@ -316,12 +319,14 @@ def of_tasks(done: Mapping[str, Run], out: Path) -> list[str]:
 
 
 def of_numerics(done: Mapping[str, Run]) -> list[str]:
-    """The mean of exp |log p of the trainer - log p of the sampler| at each step."""
+    """The mean of exp |log p of the trainer - log p of the sampler|, where both had one version."""
     compared = {name: seeds_of(done, name) for name in MODES}
-    others = [run for name, run in done.items() if run.column(MISMATCH)[1].size]
+    others = [run for run in done.values() if not run.column("staleness_max")[1].any()]
     by_dtype: dict[str, list[Run]] = {}
     for run in others:
-        by_dtype.setdefault(f"all runs in {run.config['precision.compute']}", []).append(run)
+        by_dtype.setdefault(
+            f"all without old answers, {run.config['precision.compute']}", []
+        ).append(run)
     columns = "first sixth", "last sixth", "largest of a step"
     lines = head("mean exp of difference", "runs", *columns) if done else []
     for name, found in (compared | by_dtype).items():
