@@ -3,6 +3,7 @@
 A record has the prompt of the environment `countdown` and as its completion the steps of a
 solution, then the expression. With --chat both are messages. `mjax sft` reads either. Prompts are
 those of seed 0 unless --seed says another, so reinforcement learning should draw from other seeds.
+--question is that of `reinforce.environment_args`, if a run sets it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import run_cli
+from mjax.post.environments.countdown import COUNTDOWN_QUESTION
 from mjax.post.environments.environment import make_environment
 
 
@@ -44,7 +46,7 @@ def _combined(a: Fraction, b: Fraction) -> list[tuple[str, Fraction]]:
     return found
 
 
-def traces(count: int, seed: int, **args: int) -> list[dict]:
+def traces(count: int, seed: int, **args: int | str) -> list[dict]:
     """Records with prompt and completion; `args` are those of the environment."""
     tokenizer = load_tokenizer("byte")
     environment, found = make_environment("countdown", tokenizer, [], **args), []
@@ -70,10 +72,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the stream of prompts")
     parser.add_argument("--numbers", type=int, default=3, help="numbers of a problem")
     parser.add_argument("--largest", type=int, default=99, help="the largest of them")
+    parser.add_argument("--question", default=COUNTDOWN_QUESTION, help="text of a prompt")
     parser.add_argument("--chat", action="store_true", help="write messages")
     args = parser.parse_args()
-    sizes = {"numbers": args.numbers, "largest": args.largest}
-    records = traces(args.count, args.seed, **sizes)
+    given = {"numbers": args.numbers, "largest": args.largest, "question": args.question}
+    records = traces(args.count, args.seed, **given)
     lines = [json.dumps(as_chat(record) if args.chat else record) for record in records]
     args.out.write_text("\n".join(lines) + "\n")
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
 from mjax.errors import UserError
@@ -90,8 +91,7 @@ class World:
 
     @cached_property
     def policy(self) -> PolicyEngine:
-        settings = self.trainer.cfg.reinforce
-        rows = settings.prompts_per_step * settings.group_size
+        rows = answers_at_once(self.trainer.cfg.reinforce)
         return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.room, rows)
 
     # ---- environments ----------------------------------------------------------------------------
@@ -176,3 +176,12 @@ class World:
             return found
 
         return score
+
+
+def answers_at_once(settings: ReinforceConfig) -> int:
+    """The rows of the engine at most: the answers of a phase. With `engine.rows` they may be as
+    many as the answers that can be open, so that old ones do not wait for a row but for their use.
+    """
+    depth = settings.max_staleness // settings.updates_per_rollout
+    ahead = depth if "rows" in settings.engine else 0
+    return settings.prompts_per_step * settings.group_size * (1 + ahead)
