@@ -253,7 +253,7 @@ def _llava(args, job):
     """As pretrain_vlm.py builds it: tower and projector have the language model's sizes."""
     from copy import deepcopy
 
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import fast_gelu, quick_gelu
     from megatron.core.models.multimodal import llava_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.vision import clip_vit_model, vit_layer_specs
@@ -274,6 +274,9 @@ def _llava(args, job):
     ):  # as examples/multimodal, whose CLIP has other sizes
         tower.hidden_size, tower.ffn_hidden_size, tower.num_attention_heads = 128, 48, 2
         tower.num_query_groups, tower.kv_channels, tower.activation_func = 2, 64, quick_gelu
+        if args.vision_model_type == "siglip":
+            tower.vision_model_type, tower.hidden_size, tower.kv_channels = "siglip", 144, 72
+            tower.activation_func, tower.layernorm_epsilon = fast_gelu, 1e-6
     return LLaVAModel(
         config,
         spec,

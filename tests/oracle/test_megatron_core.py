@@ -132,6 +132,9 @@ MODELS = {
     },
     "llava": LLAVA,
     "llava of CLIP": LLAVA | {"vision_model_type": "clip", "pixel_shuffle": True},
+    "llava of SigLIP": LLAVA | {
+        "vision_model_type": "siglip", "pixel_shuffle": True, "disable_vision_class_token": False,
+    },
     "t5": T5,
     "t5 relative": T5 | {
         "position_embedding_type": "relative", "relative_attention_num_buckets": 8,
@@ -140,7 +143,7 @@ MODELS = {
     },
 }  # fmt: skip
 KINDS = {"hybrid": "hybrid", "bert": "bert", "t5": "t5", "t5 relative": "t5", "llava": "llava"}
-KINDS["llava of CLIP"] = "llava"
+KINDS |= dict.fromkeys(("llava of CLIP", "llava of SigLIP"), "llava")
 EXPORTED = {"empty layers": "empty layers left out"}  # as which model another is written
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip": 1.0}
 SCHEDULE = {"min_lr": 1e-3, "warmup": 2, "decay_steps": 8, "decay": "cosine"}
@@ -205,6 +208,7 @@ def logits(folder: Path, name: str) -> np.ndarray:
     + [("heterogeneous", (2, 2, 1), (1, 1, 1)), ("heterogeneous", (1, 1, 1), (2, 1, 1))]
     + [("empty layers", (2, 1, 1), (1, 1, 1))]
     + [("llava", (2, 1, 1), (1, 1, 1)), ("llava of CLIP", (1, 1, 1), (2, 1, 1))]
+    + [("llava of SigLIP", (2, 1, 1), (1, 1, 1))]
     + [("bert", (2, 1, 1), (1, 1, 1)), ("t5", (2, 1, 1), (1, 1, 1))]
     + [("t5 relative", (1, 1, 1), (2, 1, 1))],
 )

@@ -42,6 +42,7 @@ _SKIPPED = re.compile(
 )
 
 
+_OF_TOWER_ALONE = {"conv1.weight", "embedder.weight", "patch_embed.proj.weight"}  # CLIP, RADIO, ViT
 # Raised by arguments of other types or signs than Megatron's.
 _NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration)
 
@@ -114,6 +115,11 @@ def _kind_of_model(store: TorchDist) -> str:
     """Kind of model that the tensors say; arguments do not say which script wrote them."""
     if any(name.startswith("vision_model.") for name in store.tensors):
         return "llava"
+    if alone := _OF_TOWER_ALONE & store.tensors.keys():
+        raise UserError(
+            f"{store.folder}: tensor {min(alone)!r} is of an image tower alone, without a text "
+            "model; give the LLaVA that it was joined to, or its weights from Hugging Face"
+        )
     if not any(name.startswith("encoder.layers.") for name in store.tensors):
         return "gpt"
     return "t5" if any(name.startswith("decoder.layers.") for name in store.tensors) else "bert"

@@ -1,6 +1,7 @@
 """How Megatron-LM's files hold tensors: in 8 bits, in files by rank; damage is one line."""
 
 import io
+import json
 import shutil
 import zipfile
 from functools import partial
@@ -204,6 +205,9 @@ FORMS = {
 }
 
 
+LINEAR = "q", "kv", "up", "down", "out"
+
+
 def is_linear(name: str) -> bool:
     return "linear_" in name and name.endswith("weight") and "norm" not in name
 
@@ -233,7 +237,7 @@ def test_values_in_8_bits_are_read(written, tmp_path, form):
         box = tuple(map(slice, spec.shape))
         want, got = truth.read(path, box), source.read(path, box)
         assert got.dtype == np.float32
-        if path[-1] in ("q", "kv", "up", "down", "out"):
+        if path[-1] in LINEAR:
             want = rounded(want)
             changed += 1
         np.testing.assert_array_equal(got, want, err_msg=str(path))
@@ -340,8 +344,8 @@ def of_rank(name: str, x: np.ndarray, rank: int) -> np.ndarray:
     return x
 
 
-def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Path:
-    """The model as ranks of tp 2 and pp 2 save it."""
+def by_rank(written: Path, to: Path, sizes: dict | None = None, form=None, **changes) -> Path:
+    """The model as ranks of tp 2 and pp 2 save it; `form`: of linear weights."""
     axes = {f"{axis}_model_parallel_size": 2 for axis in ("tensor", "pipeline")}
     args = megatron_arguments(CFG, "local") | axes | (sizes or {})
     for tensor, stage in np.ndindex(2, 2):
@@ -350,7 +354,9 @@ def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Pa
             last = name.startswith(("output_layer", "decoder.final")) or ".layers.1." in name
             if last == bool(stage):
                 own = name.replace(".layers.1.", ".layers.0.")
-                model[own] = archive.tensor(of_rank(name, x, tensor))
+                x = of_rank(name, x, tensor)
+                in_8 = form is not None and is_linear(name)
+                model[own] = form(archive, rounded(x)) if in_8 else archive.tensor(x)
         state = {"args": tp.namespace(args), "iteration": 3, "model": model} | changes
         file = to / f"iter_0000003/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
         file.parent.mkdir(parents=True)
@@ -359,12 +365,20 @@ def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Pa
     return to
 
 
-def assert_equal_to(written: Path, source) -> None:
+def assert_equal_to(written: Path, source, in_8: bool = False) -> None:
     source.check()
     truth = megatron_source(written)
     for path, spec in flat(split(build(CFG, nnx.Rngs(0)))[1]).items():
         box = tuple(map(slice, spec.shape))
-        np.testing.assert_array_equal(source.read(path, box), truth.read(path, box), str(path))
+        want = truth.read(path, box)
+        want = rounded(want) if in_8 and path[-1] in LINEAR else want
+        np.testing.assert_array_equal(source.read(path, box), want, str(path))
+
+
+@pytest.mark.parametrize("form", often(FORMS, 0))
+def test_files_by_rank_hold_values_in_8_bits(written, tmp_path, form):
+    folder = by_rank(written, tmp_path, form=FORMS[form])
+    assert_equal_to(written, megatron_source(folder), in_8=True)
 
 
 def test_files_by_rank_are_one_model(written, tmp_path):
@@ -388,6 +402,9 @@ def halved(folder: Path) -> None:
     first_file(folder).write_bytes(content[: len(content) // 2])
 
 
+LAYER, EMPTY = ({"attention": part, "ffn": part} for part in ({"no_op": False}, {"no_op": True}))
+ONE = np.ones((1, 1), np.float32)
+ALONE = {"conv1.weight": Archive().tensor(ONE)}
 BOMB = tp.CallOf(tp.TorchName("os", "system"), ("touch bomb_ran",))
 RANKS = {
     "a rank is missing": ({}, without_a_rank, "has 3 folders mp_rank_"),
@@ -399,6 +416,16 @@ RANKS = {
     "other experts' tp": (
         {"sizes": {"num_experts": 4, "expert_tensor_parallel_size": 3}}, None, "neither 1 nor tp",
     ),
+    "an empty layer": (
+        {"sizes": {"num_layers": 3, "heterogeneous_layers_config_encoded_json": json.dumps(
+            {"block_configs": [LAYER, EMPTY, LAYER]})}}, None, "numbers layers by rank, empty ones",
+    ),
+    "a tower alone": ({"model": ALONE}, None, "of an image tower alone.*joined to"),
+    "rows of another mixer": (
+        {"model": {"decoder.layers.0.mixer.in_proj.weight": ALONE["conv1.weight"]}}, None,
+        "has 1 rows, not the .* of the Mamba mixer",
+    ),
+    "4 bits": ({"model": {"x": made("nvfp4_tensor")}}, None, "a nvfp4_tensor, which is no form"),
     "a model before the core": ({"model": {"language_model": {}}}, None, "before its core"),
     "a model that is a list": ({"model": [1]}, None, "before its core"),
     "no tensors": ({"model": {}}, None, "is missing"),
