@@ -21,8 +21,8 @@ _SAVED_JSON = "heterogeneous_layers_config_encoded_json"
 _SAVED_PATH = "heterogeneous_layers_config_path"
 _MATRICES = {"full": "linear", "mlp": "linear_mlp"}  # what may stand in the place of a branch
 _WORDS_SAID = {*_MATRICES, *_MATRICES.values()}
-_OF_TOWER = r"(?<!vision_model\.decoder\.layers\.)"
-_NUMBER = re.compile(_OF_TOWER + r"(?<=decoder\.layers\.)\d+(?=\.)")
+_NOT_OF_TOWER = r"(?<!vision_model\.decoder\.layers\.)"
+_NUMBER = re.compile(_NOT_OF_TOWER + r"(?<=decoder\.layers\.)\d+(?=\.)")
 _ALONE = "num_experts", "window_size", "no_rope_freq", "multi_latent_attention", "mtp_num_layers"
 
 
@@ -58,12 +58,13 @@ def without_empty_layers(store: TorchDist) -> TorchDist:
     Such a layer passes its input on and has no tensors, so the model here does without it.
     """
     args = Args(vars(store.arguments()), store.where_common)
-    kept = [bool(layer.words) for layer in _layers_said(args)] if is_heterogeneous(args) else []
-    if all(kept):
+    layers = _layers_said(args) if is_heterogeneous(args) else []
+    kept = [number for number, layer in enumerate(layers) if layer.words]
+    if len(kept) == len(layers):
         return store
     if store.weights_alone and args("pipeline_model_parallel_size", 1) != 1:
         raise args.refuse("pipeline_model_parallel_size", "numbers layers by rank, empty ones, too")
-    numbers = {str(layer): str(sum(kept[:layer])) for layer in range(len(kept)) if kept[layer]}
+    numbers = {str(old): str(new) for new, old in enumerate(kept)}
 
     def own(name: str) -> str:
         return _NUMBER.sub(lambda found: numbers.get(found[0], f"{found[0]} (empty)"), name)

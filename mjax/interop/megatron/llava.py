@@ -15,11 +15,11 @@ from mjax.errors import UserError
 from mjax.interop.megatron.saved_arguments import Args
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by Megatron's names
-_CLIP = {"patch_bias": False, "class_token": True, "embedding_norm": True}
-_SIGLIP = {"patch_bias": True, "class_token": False, "embedding_norm": False}
-_TOWERS = {  # of examples/multimodal: channels of a head, and the keys of a tower
-    "clip": (64, _CLIP | {"hidden_act": "quick_gelu"}),
-    "siglip": (72, _SIGLIP | {"hidden_act": "gelu_tanh", "layer_norm_eps": 1e-6}),
+_OF_CLIP = {"patch_bias": False, "class_token": True, "embedding_norm": True}
+_OF_SIGLIP = {"patch_bias": True, "class_token": False, "embedding_norm": False}
+_KNOWN_TOWERS = {  # of examples/multimodal: channels of a head, and the keys of a tower
+    "clip": (64, _OF_CLIP | {"hidden_act": "quick_gelu"}),
+    "siglip": (72, _OF_SIGLIP | {"hidden_act": "gelu_tanh", "layer_norm_eps": 1e-6}),
 }
 _MOST_LAYERS = 10_000
 _PIXELS = "vision_model.conv1.weight"
@@ -33,8 +33,8 @@ def llava_fields(args: Args, fields: dict, shapes: Shapes) -> dict:
         if args(name):
             raise args.refuse(name)
     tower = args("vision_model_type", "clip")
-    if tower not in _TOWERS:
-        raise args.refuse("vision_model_type", f"is none of {', '.join(_TOWERS)}")
+    if tower not in _KNOWN_TOWERS:
+        raise args.refuse("vision_model_type", f"is none of {', '.join(_KNOWN_TOWERS)}")
     if tower == "clip" and not args("disable_vision_class_token"):
         raise args.refuse("disable_vision_class_token", "leaves the class token among the text's")
     if args("position_embedding_type") == "learned_absolute":
@@ -69,7 +69,7 @@ def llava_fields(args: Args, fields: dict, shapes: Shapes) -> dict:
 def _of_kind(args: Args, fields: dict, width: int) -> dict:
     """Heads, activation and norms of a tower: its own, or CLIP's with the language model's."""
     if name := args("vision_model_type"):
-        channels, own = _TOWERS[name]
+        channels, own = _KNOWN_TOWERS[name]
         return own | {"num_attention_heads": width // channels}
     heads = args.need("num_attention_heads")
     if fields["hidden_act"] != "gelu" or fields["mlp_gated"] or not fields["mlp_bias"]:
@@ -78,7 +78,7 @@ def _of_kind(args: Args, fields: dict, width: int) -> dict:
         raise args.refuse("num_query_groups", "or apply_layernorm_1p in the tower")
     if fields["attention.head_dim"] * heads != width:
         raise args.refuse("kv_channels", "differs from the tower's width by its heads")
-    return _CLIP | {"num_attention_heads": heads, "hidden_act": "gelu", "norm": fields["norm"]}
+    return _OF_CLIP | {"num_attention_heads": heads, "hidden_act": "gelu", "norm": fields["norm"]}
 
 
 def is_llava(cfg: ModelConfig) -> bool:

@@ -84,7 +84,7 @@ T5_WHOLE: dict[Leaf, Named] = {  # in the place of `WHOLE`
 
 _TEXT, _IMAGES = "language_model.", "vision_model."
 _BRIDGE = "vision_projection.encoder."
-_MATRICES = (
+_OF_PROJECTOR = (
     (("up",), ((_BRIDGE + "linear_fc1.weight",), TRANSPOSED)),
     (("up_bias",), ((_BRIDGE + "linear_fc1.bias",), PLAIN)),
     (("down",), ((_BRIDGE + "linear_fc2.weight",), TRANSPOSED)),
@@ -97,7 +97,7 @@ LLAVA_WHOLE: dict[Leaf, Named] = {  # beside those of the language model
     ("patch_embedding", "positions"): ((_IMAGES + "position_embeddings.weight",), PLAIN),
     **_rows_of_norm("patch_embedding.norm", also=_IMAGES + "ln_pre"),
     **_rows_of_norm("normed_projector.projector.norm", also=_IMAGES + "ln_post"),
-    **{(stack, "projector", *ours): named for stack in PROJECTORS for ours, named in _MATRICES},
+    **{(stack, "projector", *ours): named for stack in PROJECTORS for ours, named in _OF_PROJECTOR},
 }
 
 LAYER: dict[Leaf, Named] = {  # within a layer

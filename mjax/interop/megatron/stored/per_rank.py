@@ -38,7 +38,7 @@ _CUT_ROWS = re.compile(
 )
 _CUT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|mixer\.out_proj)\.weight")
 _CUT_MIXER = re.compile(r".*\.mixer\.(A_log|D|dt_bias|(conv1d|in_proj|norm)\.(weight|bias))")
-_MIXER = re.compile(r".*\.mixer\.(in_proj|conv1d)\.(?:weight|bias)")  # has several parts
+_PARTS_OF_MIXER = re.compile(r".*\.mixer\.(in_proj|conv1d)\.(?:weight|bias)")  # has several parts
 _LATENT = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")  # cut or whole, by the modules' kind
 
 
@@ -192,7 +192,7 @@ class _Assembly:
         rows = place.shape[0]
         if self._is_gated(name):
             return [("_w", rows // 2), ("_v", rows // 2)]
-        if not (found := _MIXER.fullmatch(name)):
+        if not (found := _PARTS_OF_MIXER.fullmatch(name)):
             return [("", rows)]
         head = self._argument("mamba_head_dim", 64)
         heads = self._argument("mamba_num_heads", 2 * self._argument("hidden_size", 0) // head)

@@ -62,7 +62,7 @@ class Dequantized:
         columns = data.shape[-1]
         self.matrix = data.size // max(1, columns), columns
         if of.swizzled:
-            scales = _in_rows(scales, of.block == _COLUMN)
+            scales = _from_tiles(scales, of.block == _COLUMN)
         scales = scales.T if of.turned else scales
         if of.block:
             needed = tuple(-(-n // size) for n, size in zip(self.matrix, of.block, strict=True))
@@ -86,7 +86,7 @@ class Dequantized:
         return values.astype(self.dtype)
 
 
-def _in_rows(scales: np.ndarray, of_columns: bool) -> np.ndarray:
+def _from_tiles(scales: np.ndarray, of_columns: bool) -> np.ndarray:
     """Scales from the order of cuBLAS, where tiles of 128 x 4 follow each other; columns' scales
     lie as rows of the transposed tensor's would."""
     rows, columns = scales.shape[::-1] if of_columns else scales.shape
@@ -151,10 +151,10 @@ def maker_named(name: str) -> Callable | None:
     """The function that rebuilds a tensor, by the name of newer versions; None: of no tensor."""
     if (found := _MAKER.fullmatch(name)) is None:
         return None
-    return _BY_MODULE.get(found[1]) or _refusal(found[1])
+    return _BY_MODULE.get(found[1]) or _refusing(found[1])
 
 
-def _refusal(kind: str) -> Callable:
+def _refusing(kind: str) -> Callable:
     def refuse(*_: object) -> None:
         raise UnknownForm(f"a {kind}, which is no form of weights known here")
 
@@ -165,5 +165,5 @@ def maker_of(of: object, name: object):
     """The function that rebuilds a tensor of a class, where `getattr` names it; else None."""
     module = str(getattr(of, "__module__", ""))
     if name == "_make_in_reduce_ex" and module.startswith("transformer_engine."):
-        return _BY_CLASS.get(of.__name__) or _refusal(of.__name__)
+        return _BY_CLASS.get(of.__name__) or _refusing(of.__name__)
     return None
