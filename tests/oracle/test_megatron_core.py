@@ -224,6 +224,16 @@ def test_logits_are_equal_both_ways(tmp_path, name, written, read):
     assert np.abs(back["logits"] - theirs).max() < bound
 
 
+def test_weights_in_8_bits_give_the_logits_of_their_values(tmp_path):
+    """The pickles name functions of Transformer Engine, which is not there."""
+    job = {"write_by_rank": str(tmp_path / "a/ranks"), "in_8_bits": True}
+    theirs = run_megatron(tmp_path / "a", "llama", (2, 2, 1), **job)["logits"]
+    plain = run_megatron(tmp_path / "b", "llama", (2, 2, 1))["logits"]
+    bound = 1e-5 * np.abs(theirs).max()
+    assert np.abs(logits(tmp_path / "a/ranks", "llama") - theirs).max() < bound
+    assert np.abs(plain - theirs).max() > 100 * bound
+
+
 @pytest.mark.parametrize("name,distributed,ep", [("llama", False, 1), ("experts", True, 2)])
 def test_the_next_three_steps_are_equal(tmp_path, name, distributed, ep):
     rng = np.random.default_rng(1)
