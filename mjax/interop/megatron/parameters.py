@@ -44,7 +44,9 @@ _SKIPPED = re.compile(
 
 _OF_TOWER_ALONE = {"conv1.weight", "embedder.weight", "patch_embed.proj.weight"}  # CLIP, RADIO, ViT
 # Raised by arguments of other types or signs than Megatron's.
-_NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration)
+_NONSENSE = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration, MemoryError,
+)  # fmt: skip
 
 
 def megatron_source(folder: str | Path) -> Source:

@@ -100,11 +100,9 @@ def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments(feature):
 
 @exhaustive
 def test_a_norm_before_the_projector_is_the_same_on_a_mesh():
-    keys = (
-        "model.layer_pattern='vision+mlp,normed_projector,full+mlp*2'",
-        "model.num_hidden_layers=4",
-    )
-    keys += "model.vision.class_token=false", "model.vision.pixel_shuffle=true"
+    keys = ["model.layer_pattern='vision+mlp,normed_projector,full+mlp*2'"]
+    keys += ["model.num_hidden_layers=4", "model.vision.class_token=false"]
+    keys += ["model.vision.pixel_shuffle=true"]
     assert holds(compare("llava", Cell({"cp": 2, "tp": 2}), *keys, steps=1))
 
 

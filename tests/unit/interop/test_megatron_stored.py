@@ -405,11 +405,21 @@ def halved(folder: Path) -> None:
 LAYER, EMPTY = ({"attention": part, "ffn": part} for part in ({"no_op": False}, {"no_op": True}))
 ONE = np.ones((1, 1), np.float32)
 ALONE = {"conv1.weight": Archive().tensor(ONE)}
+
+
+def of_another_version(folder: Path) -> None:
+    """A zip file that asks for a version of zip that is not there, as one flipped bit does."""
+    content = bytearray(first_file(folder).read_bytes())
+    content[content.find(b"PK\x01\x02") + 6] = 150
+    first_file(folder).write_bytes(content)
+
+
 BOMB = tp.CallOf(tp.TorchName("os", "system"), ("touch bomb_ran",))
 RANKS = {
     "a rank is missing": ({}, without_a_rank, "has 3 folders mp_rank_"),
     "half a file": ({}, halved, "cannot read it"),
     "an empty file": ({}, lambda c: first_file(c).write_bytes(b""), "cannot read it"),
+    "a flipped bit": ({}, of_another_version, "cannot read it .NotImplementedError"),
     "no args": ({"args": None}, None, "holds no `args`"),
     "more ranks": ({"sizes": {"tensor_model_parallel_size": 4}}, None, "has 4 folders mp_rank_"),
     "ranks as text": ({"sizes": {"tensor_model_parallel_size": "2"}}, None, "no number of ranks"),

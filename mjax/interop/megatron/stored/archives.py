@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,8 @@ _STORAGES = {
 _BYTES = {"ByteStorage": np.dtype(np.uint8), "FloatStorage": np.dtype(np.float32)}
 _DAMAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
-    TypeError, ValueError, OSError, struct.error,
+    TypeError, ValueError, OSError, struct.error, ArithmeticError, MemoryError, RuntimeError,
+    zlib.error,
 )  # fmt: skip
 
 
