@@ -17,6 +17,7 @@ from mjax.config.languages.layer_pattern import (
     DECODER,
     DEEPSTACK,
     ENCODER,
+    PROJECTORS,
     branches_of,
     stack_of,
     stream_of,
@@ -169,7 +170,7 @@ def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Si
     shares = [sides[side(kind)].share for kind in kinds]
     passes = sum(shares) / len(shares) if shares else 1.0
     vision = model.vision
-    if "projector" in kinds and vision.pixel_shuffle:
+    if PROJECTORS.intersection(kinds) and vision.pixel_shuffle:
         passes *= vision.padded(vision.text_tokens()) / vision.row_length()
     if {"patch_merger", "deep_merger"}.intersection(kinds):
         passes /= MERGED

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,7 +254,7 @@ def _llava(args, job):
     """As pretrain_vlm.py builds it: tower and projector have the language model's sizes."""
     from copy import deepcopy
 
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import fast_gelu, quick_gelu
     from megatron.core.models.multimodal import llava_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.vision import clip_vit_model, vit_layer_specs
@@ -274,6 +275,9 @@ def _llava(args, job):
     ):  # as examples/multimodal, whose CLIP has other sizes
         tower.hidden_size, tower.ffn_hidden_size, tower.num_attention_heads = 128, 48, 2
         tower.num_query_groups, tower.kv_channels, tower.activation_func = 2, 64, quick_gelu
+        if args.vision_model_type == "siglip":
+            tower.vision_model_type, tower.hidden_size, tower.kv_channels = "siglip", 144, 72
+            tower.activation_func, tower.layernorm_epsilon = fast_gelu, 1e-6
     return LLaVAModel(
         config,
         spec,
@@ -595,9 +599,55 @@ def _write_by_rank(job, args, model) -> None:
     sizes |= {"expert_tensor_parallel_size": model.config.expert_tensor_parallel_size}
     state = {"args": argparse.Namespace(**vars(args) | sizes), "iteration": 7}
     state |= {"checkpoint_version": 3.0, "model": model.state_dict_for_save_checkpoint()}
+    if job.get("in_8_bits"):
+        state["model"] = _in_8_bits(state["model"])
     folder = Path(job["write_by_rank"]) / name
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / "model_optim_rng.pt")
+
+
+class _Rebuilt:
+    """Pickled as what a function of Transformer Engine rebuilds, which is not there."""
+
+    def __init__(self, module: str, name: str, args: tuple):
+        self.module, self.name, self.args = module, name, args
+
+    def __reduce__(self):
+        for end in range(1, len(parts := self.module.split(".")) + 1):
+            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType("none"))
+        made = type(self.name, (), {"__module__": self.module, "__qualname__": self.name})
+        made = vars(sys.modules[self.module]).setdefault(self.name, made)
+        return made, self.args
+
+
+def _in_8_bits(model: dict) -> dict:
+    """Linear weights as Transformer Engine holds them, each in a form of its own; the weights of
+    the model become their values."""
+    found, tensor = {}, "transformer_engine.pytorch.tensor"
+    number = _Rebuilt("transformer_engine_torch", "DType", (7,))
+    for name, x in model.items():
+        kind = name.split(".")[-2] if name.endswith(".weight") else ""
+        found[name] = x
+        if not kind.startswith("linear_"):
+            continue
+        axes = (1,) if kind == "linear_fc2" else (0, 1)  # of up to 128 entries with one scale
+        scale = (x.abs().amax(axes, keepdim=True) / 448).float()
+        bits = (x / scale).to(torch.float8_e4m3fn)
+        x.copy_(bits.float() * scale)
+        bits = bits.view(torch.uint8)
+        if kind in ("linear_qkv", "linear_proj"):
+            turned = bits.T.contiguous() if kind == "linear_proj" else None
+            own = None if kind == "linear_proj" else bits
+            args = own, number, scale.reshape(1), x.dtype, x.shape, turned
+            module = "float8_tensor"
+        else:
+            scales = F.pad(scale.T if kind == "linear_fc2" else scale, (0, -scale.shape[0] % 4))
+            args = x.shape, bits, scales.contiguous(), None, None, number, x.dtype, None
+            args += kind != "linear_fc2", None
+            module = "float8_blockwise_tensor"
+        function = f"_make_{module}_in_reduce_ex"
+        found[name] = _Rebuilt(f"{tensor}.{module}", function, args)
+    return found
 
 
 def _run(job, args, model) -> None:

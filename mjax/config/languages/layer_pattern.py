@@ -117,6 +117,7 @@ _PROJECTOR: dict[str, Any] = {
 
 _MERGER = _PROJECTOR | _OF_VISION | {"shape": "patch_merger"}
 
+PROJECTORS = frozenset({"projector", "normed_projector"})  # of images
 # THE table of branches, by their words. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
     "full": Branch(**_ROTATED, letter="G"),
@@ -138,6 +139,13 @@ BRANCHES: dict[str, Branch] = {
         shape="projector",
         group="vision",
         letter="P",
+        modality="vision",
+    ),
+    "normed_projector": Branch(
+        "mjax.models.towers.projector:NormedProjector",
+        **_PROJECTOR,
+        shape="normed_projector",
+        group="vision",
         modality="vision",
     ),
     "vision_2d": Branch(**_PATCHES),

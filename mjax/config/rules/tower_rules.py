@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from mjax.config.languages.layer_pattern import BRANCHES, branches_of_model, modality_of, of_tower
+from mjax.config.languages.layer_pattern import (
+    BRANCHES,
+    PROJECTORS,
+    branches_of_model,
+    modality_of,
+    of_tower,
+)
 from mjax.config.rules.rule import rule, rules_of, set_keys
 from mjax.config.schema.run import Config
 from mjax.config.schema.towers import TowerConfig
@@ -30,7 +36,7 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
     for modality in {modality_of(kind) for kind in items}:
         towers = [of_tower(kind) for kind in items if modality_of(kind) == modality]
         in_order &= len(towers) > 1 and towers == [True] * (len(towers) - 1) + [False]
-    known = "vision+mlp", "projector", "audio+mlp", "audio_projector"
+    known = {"vision+mlp", "audio+mlp", "audio_projector"} | PROJECTORS
     of_items = [kind for kind in items if kind not in known]
     if of_items or not (in_order and is_text):
         yield (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from mjax.config.languages.layer_pattern import (
     BRANCHES,
     DECODER,
+    PROJECTORS,
     branches_of_model,
     modalities_of,
     sees_ahead,
@@ -146,7 +147,7 @@ def _architecture(
         name = "retro"
     elif TARGET in reads:
         name = "encoder_decoder"
-    elif "vision" in words and "projector" not in words:
+    elif "vision" in words and not words & PROJECTORS:
         name, predicts = "dual_encoder", "pairs"
     elif modalities:
         name = "text_with_items"

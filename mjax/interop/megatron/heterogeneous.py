@@ -6,18 +6,23 @@ entry of `model.layer_sizes`. Source: megatron/core (transformer/heterogeneous, 
 """
 
 import json
+import re
+from dataclasses import replace
 
 from mjax.config.languages.layer_pattern import branches_of, pattern_of
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, or_user_error
+from mjax.errors import or_user_error
 from mjax.interop.huggingface.families.nas import LayerEntry, mark_of_sizes
 from mjax.interop.megatron.saved_arguments import Args
+from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.json_file import parse_json
 
 _SAVED_JSON = "heterogeneous_layers_config_encoded_json"
 _SAVED_PATH = "heterogeneous_layers_config_path"
 _MATRICES = {"full": "linear", "mlp": "linear_mlp"}  # what may stand in the place of a branch
 _WORDS_SAID = {*_MATRICES, *_MATRICES.values()}
+_NOT_OF_TOWER = r"(?<!vision_model\.decoder\.layers\.)"
+_NUMBER = re.compile(_NOT_OF_TOWER + r"(?<=decoder\.layers\.)\d+(?=\.)")
 _ALONE = "num_experts", "window_size", "no_rope_freq", "multi_latent_attention", "mtp_num_layers"
 
 
@@ -27,30 +32,59 @@ def is_heterogeneous(args: Args) -> bool:
 
 def heterogeneous_fields(args: Args) -> dict:
     """Keys of layers that differ; `UserError` for what mjax has no branch for."""
-    if not args(_SAVED_JSON):
-        raise args.refuse(_SAVED_PATH, "names a file that is not in the checkpoint")
     for name in _ALONE:
         if args(name):
             raise args.refuse(name, "meets layers that differ")
-    if args("add_bias_linear", True):
-        raise args.refuse("add_bias_linear", "meets layers that differ, whose matrices have none")
-    wrong = f"{args.where}: args.{_SAVED_JSON} has no list block_configs: {{reason}}"
-    with or_user_error(wrong, (ValueError, KeyError, TypeError)):
-        blocks = list(parse_json(args(_SAVED_JSON))["block_configs"])
-    if len(blocks) != args.need("num_layers"):
-        raise args.refuse("num_layers", f"differs from the {len(blocks)} entries of block_configs")
-    found = [_layer_said(args, number, block) for number, block in enumerate(blocks)]
+    every = _layers_said(args)
+    found = [layer for layer in every if layer.words]
+    if not found:
+        raise args.refuse(_SAVED_JSON, "has no layer with attention or ffn")
+    of_matrices = {*_MATRICES.values()} & {word for layer in found for word in layer.words}
+    if args("add_bias_linear", True) and of_matrices:
+        raise args.refuse("add_bias_linear", "meets layers of one matrix, which has no bias")
     groups = args("num_query_groups") or args.need("num_attention_heads")
     kv_heads = next((each.kv_heads for each in found if each.kv_heads), groups)
     width = next((each.width for each in found if each.width), args.need("ffn_hidden_size"))
     sizes: list[dict] = []
     kinds = ["+".join(e.words) + mark_of_sizes(e, kv_heads, width, sizes) for e in found]
-    found = {"layer_pattern": pattern_of(kinds), "layer_sizes": sizes}
-    return found | {"attention.num_key_value_heads": kv_heads, "intermediate_size": width}
+    fields = {"layer_pattern": pattern_of(kinds), "layer_sizes": sizes}
+    fields |= {"num_hidden_layers": len(kinds), "intermediate_size": width}
+    return fields | {"attention.num_key_value_heads": kv_heads}
+
+
+def without_empty_layers(store: TorchDist) -> TorchDist:
+    """`store` with its layers numbered anew where some have neither attention nor MLP.
+
+    Such a layer passes its input on and has no tensors, so the model here does without it.
+    """
+    args = Args(vars(store.arguments()), store.where_common)
+    layers = _layers_said(args) if is_heterogeneous(args) else []
+    kept = [number for number, layer in enumerate(layers) if layer.words]
+    if len(kept) == len(layers):
+        return store
+    if store.weights_alone and args("pipeline_model_parallel_size", 1) != 1:
+        raise args.refuse("pipeline_model_parallel_size", "numbers layers by rank, empty ones, too")
+    numbers = {str(old): str(new) for new, old in enumerate(kept)}
+
+    def own(name: str) -> str:
+        return _NUMBER.sub(lambda found: numbers.get(found[0], f"{found[0]} (empty)"), name)
+
+    return replace(store, tensors={own(name): x for name, x in store.tensors.items()})
+
+
+def _layers_said(args: Args) -> list[LayerEntry]:
+    if not args(_SAVED_JSON):
+        raise args.refuse(_SAVED_PATH, "names a file that is not in the checkpoint")
+    wrong = f"{args.where}: args.{_SAVED_JSON} has no list block_configs: {{reason}}"
+    with or_user_error(wrong, (ValueError, KeyError, TypeError)):
+        blocks = list(parse_json(args(_SAVED_JSON))["block_configs"])
+    if len(blocks) != args.need("num_layers"):
+        raise args.refuse("num_layers", f"differs from the {len(blocks)} entries of block_configs")
+    return [_layer_said(args, number, block) for number, block in enumerate(blocks)]
 
 
 def _layer_said(args: Args, number: int, block: object) -> LayerEntry:
-    """One layer; sizes that it does not give are the model's."""
+    """One layer, without words if it is empty; sizes that it does not give are the model's."""
     where = f"{args.where}: args.{_SAVED_JSON}: block_configs[{number}]"
     with or_user_error(f"{where} lacks attention or ffn: {{reason}}", (KeyError, TypeError)):
         attention, mlp = dict(block["attention"]), dict(block.get("ffn") or block["mlp"])
@@ -58,11 +92,6 @@ def _layer_said(args: Args, number: int, block: object) -> LayerEntry:
     for (word, matrix), part in zip(_MATRICES.items(), (attention, mlp), strict=True):
         if not part.get("no_op"):
             words.append(matrix if part.get("replace_with_linear") else word)
-    if not words:
-        raise UserError(
-            f"{where} has neither attention nor ffn, and mjax no layers without branches; such a "
-            "model cannot be imported"
-        )
     heads, hidden = args.need("num_attention_heads"), args.need("hidden_size")
     kv_heads, width = attention.get("num_query_groups"), mlp.get("ffn_hidden_size")
     with or_user_error(f"{where} has a size that is none: {{reason}}", (TypeError, ValueError)):

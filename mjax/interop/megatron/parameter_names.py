@@ -6,7 +6,7 @@ Source: the `sharded_state_dict` of megatron/core's models.
 """
 
 from mjax.checkpoint.base.source import Path as Leaf
-from mjax.config.languages.layer_pattern import ENCODER, of_tower, stack_of, stream_of
+from mjax.config.languages.layer_pattern import ENCODER, PROJECTORS, of_tower, stack_of, stream_of
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.megatron.layouts import (
     CROSS_KV,
@@ -84,15 +84,20 @@ T5_WHOLE: dict[Leaf, Named] = {  # in the place of `WHOLE`
 
 _TEXT, _IMAGES = "language_model.", "vision_model."
 _BRIDGE = "vision_projection.encoder."
+_OF_PROJECTOR = (
+    (("up",), ((_BRIDGE + "linear_fc1.weight",), TRANSPOSED)),
+    (("up_bias",), ((_BRIDGE + "linear_fc1.bias",), PLAIN)),
+    (("down",), ((_BRIDGE + "linear_fc2.weight",), TRANSPOSED)),
+    (("down_bias",), ((_BRIDGE + "linear_fc2.bias",), PLAIN)),
+)
 LLAVA_WHOLE: dict[Leaf, Named] = {  # beside those of the language model
     ("patch_embedding", "weight"): ((_IMAGES + "conv1.weight",), OF_PATCHES),
+    ("patch_embedding", "bias"): ((_IMAGES + "conv1.bias",), PLAIN),
     ("patch_embedding", "class_token"): ((_IMAGES + "class_token",), SINGLE),
     ("patch_embedding", "positions"): ((_IMAGES + "position_embeddings.weight",), PLAIN),
     **_rows_of_norm("patch_embedding.norm", also=_IMAGES + "ln_pre"),
-    ("projector", "projector", "up"): ((_BRIDGE + "linear_fc1.weight",), TRANSPOSED),
-    ("projector", "projector", "up_bias"): ((_BRIDGE + "linear_fc1.bias",), PLAIN),
-    ("projector", "projector", "down"): ((_BRIDGE + "linear_fc2.weight",), TRANSPOSED),
-    ("projector", "projector", "down_bias"): ((_BRIDGE + "linear_fc2.bias",), PLAIN),
+    **_rows_of_norm("normed_projector.projector.norm", also=_IMAGES + "ln_post"),
+    **{(stack, "projector", *ours): named for stack in PROJECTORS for ours, named in _OF_PROJECTOR},
 }
 
 LAYER: dict[Leaf, Named] = {  # within a layer
@@ -184,7 +189,7 @@ def layer_prefixes(cfg: ModelConfig) -> list[tuple[str, int, int]]:
     blocks = ["encoder" if stream_of(kind) == ENCODER else "decoder" for kind in kinds]
     if is_llava(cfg):
         blocks = [f"{(_TEXT, _IMAGES)[of_tower(kind)]}decoder" for kind in kinds]
-        blocks = [kind if kind == "projector" else b for kind, b in zip(kinds, blocks, strict=True)]
+        blocks = [kind if kind in PROJECTORS else b for kind, b in zip(kinds, blocks, strict=True)]
     found = []
     for layer, block in enumerate(blocks):
         found.append((f"{block}.layers.", blocks[:layer].count(block), blocks.count(block)))

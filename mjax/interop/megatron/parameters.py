@@ -19,6 +19,7 @@ from mjax.checkpoint.base.source import Path as Leaf
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.arguments import model_config
+from mjax.interop.megatron.heterogeneous import without_empty_layers
 from mjax.interop.megatron.layouts import VOCABULARY, Fetch, MegatronLayout
 from mjax.interop.megatron.parameter_names import (
     EXPERTS_PREFIX,
@@ -41,14 +42,16 @@ _SKIPPED = re.compile(
 )
 
 
+_OF_TOWER_ALONE = {"conv1.weight", "embedder.weight", "patch_embed.proj.weight"}  # CLIP, RADIO, ViT
 # Raised by arguments of other types or signs than Megatron's.
-_NONSENSE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration)
+_NONSENSE = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, StopIteration, MemoryError,
+)  # fmt: skip
 
 
 def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
-    store = open_checkpoint(folder)
-    cfg = config_of_store(store)
+    store, cfg = opened_model(folder)
     return source_of_store(store, cfg, lambda: _check_tensors(store, cfg, places_of(store, cfg)))
 
 
@@ -91,10 +94,12 @@ def _copy_by_columns(out: np.ndarray, x: np.ndarray) -> None:
         out[..., i : i + step] = x[..., i : i + step]
 
 
-def config_of_store(store: TorchDist) -> ModelConfig:
-    """The model that the saved arguments describe."""
+def opened_model(folder: str | Path) -> tuple[TorchDist, ModelConfig]:
+    """An opened checkpoint, and the model that its saved arguments describe."""
+    store = open_checkpoint(folder)
     values, kind = vars(store.arguments()), _kind_of_model(store)
     try:
+        store = without_empty_layers(store)
         shapes = {name: tensor.shape for name, tensor in store.tensors.items()}
         cfg = model_config(values, store.where_common, kind, shapes)
         places_of(store, cfg)
@@ -105,13 +110,18 @@ def config_of_store(store: TorchDist) -> ModelConfig:
             f"{store.where_common}: the arguments describe no model ({type(e).__name__}: {e}); "
             "copy the checkpoint again"
         ) from e
-    return cfg
+    return store, cfg
 
 
 def _kind_of_model(store: TorchDist) -> str:
     """Kind of model that the tensors say; arguments do not say which script wrote them."""
     if any(name.startswith("vision_model.") for name in store.tensors):
         return "llava"
+    if alone := _OF_TOWER_ALONE & store.tensors.keys():
+        raise UserError(
+            f"{store.folder}: tensor {min(alone)!r} is of an image tower alone, without a text "
+            "model; give the LLaVA that it was joined to, or its weights from Hugging Face"
+        )
     if not any(name.startswith("encoder.layers.") for name in store.tensors):
         return "gpt"
     return "t5" if any(name.startswith("decoder.layers.") for name in store.tensors) else "bert"

@@ -11,10 +11,9 @@ from mjax.config.load import dump
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, or_user_error
 from mjax.interop.megatron.optimizer_state import iteration_of, optimizer_state
-from mjax.interop.megatron.parameters import config_of_store, megatron_source
+from mjax.interop.megatron.parameters import megatron_source, opened_model
 from mjax.interop.megatron.run_arguments import run_config, schedule_of_state, skipped_by
 from mjax.interop.megatron.saved_arguments import Args
-from mjax.interop.megatron.stored.opening import open_checkpoint
 from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 from mjax.optim.schedule import consumed_samples
@@ -22,8 +21,7 @@ from mjax.optim.schedule import consumed_samples
 
 def config_of_run(folder: str | Path) -> tuple[dict, list[str]]:
     """(the config of the run that saved a checkpoint, lines on what has no key)."""
-    store = open_checkpoint(folder)
-    cfg = config_of_store(store)
+    store, cfg = opened_model(folder)
     with _other_types(store):
         args, where = vars(store.arguments()), store.where_common
         groups, lines = run_config(args, where)
@@ -41,7 +39,7 @@ def _other_types(store: TorchDist) -> AbstractContextManager:
 
 def import_run(folder: Path, out: Path) -> str:
     """Write the run folder `out` with a checkpoint of weights and optimizer; returns a line."""
-    store, model = open_checkpoint(folder), megatron_source(folder)
+    (store, _), model = opened_model(folder), megatron_source(folder)
     model.check()
     state = optimizer_state(store, model.cfg, model)
     state.mu.check()

@@ -118,6 +118,12 @@ def gathered_tokens(x: jax.Array, ctx: Context) -> jax.Array:
     return ctx.parallel.all_gather(x, "cp", 1)
 
 
+class NormedProjector(Projector):
+    """The projector of images behind a last norm of their tower (SigLIP in Megatron-core)."""
+
+    normed = True
+
+
 class AudioProjector(Projector):
     """The projector of sounds, after the last norm of Whisper's encoder."""
 

@@ -27,7 +27,7 @@ from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.models.towers.modalities import Items, features_of
 from mjax.objectives.objective import objective_of
-from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
+from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer, with_items
 from tests.generation import made_ids
 from tests.laws.models.frozen_tower import assert_tower_stays
 from tests.marks import exhaustive, quick, slow
@@ -96,6 +96,14 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
 def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments(feature):
     fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"
     assert_tower_stays(feature, ("vision_mlp", "patch_embedding"), ("projector",), *fewer)
+
+
+@exhaustive
+def test_a_norm_before_the_projector_is_the_same_on_a_mesh():
+    keys = ["model.layer_pattern='vision+mlp,normed_projector,full+mlp*2'"]
+    keys += ["model.num_hidden_layers=4", "model.vision.class_token=false"]
+    keys += ["model.vision.pixel_shuffle=true"]
+    assert holds(compare("llava", Cell({"cp": 2, "tp": 2}), *keys, steps=1))
 
 
 SLOW_PROJECTOR = "optimizer.lr_multipliers={'projector.*': 0.125, matrix: 0.5}"

@@ -89,7 +89,7 @@ ROOMS = {
     "plan": 2_000,
     "optim": 750,
     "data": 6_600,
-    "checkpoint interop convert": 13_050,
+    "checkpoint interop convert": 13_350,
     "train run": 5_050,
     "post": 4_650,
     "serve chat": 4_100,

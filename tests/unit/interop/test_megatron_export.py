@@ -212,7 +212,7 @@ UP = "vision_model.decoder.layers.mlp.linear_fc1.weight"
 SHAPES = {"vision_model.conv1.weight": (8, 3, 4, 4), UP: (2, 16, 8)}
 LLAVA_WRONG = {
     "disable_vision_class_token": {"disable_vision_class_token": False},
-    "vision_model_type": {"vision_model_type": "siglip"},
+    "vision_model_type": {"vision_model_type": "internvit"},
     "position_embedding_type": {"position_embedding_type": "learned_absolute"},
     "img_h": {"img_w": 16},
     "swiglu": {"swiglu": True},

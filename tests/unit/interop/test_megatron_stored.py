@@ -1,8 +1,10 @@
 """How Megatron-LM's files hold tensors: in 8 bits, in files by rank; damage is one line."""
 
 import io
+import json
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -104,6 +106,7 @@ def plain(name: str, x: np.ndarray) -> bytes:
 
 OLD_NUMBER = tp.Instance(tp.TorchName("transformer_engine_torch", "DType"), 6)
 NUMBER = tp.CallOf(tp.TorchName("transformer_engine_torch", "DType"), (7,))
+ORDER = tp.Instance(tp.TorchName("transformer_engine_torch", "Float8BlockScaleTensorFormat"), 1)
 SINGLE = tp.TorchName("torch", "float32")
 
 
@@ -113,49 +116,96 @@ def class_method(module: str, name: str) -> tp.CallOf:
     return tp.CallOf(getter, (tp.TorchName(module, name), "_make_in_reduce_ex"))
 
 
-def whole(archive: Archive, x: np.ndarray, old: bool = False, **damage):
+def made(module: str, *args: object) -> tp.CallOf:
+    """What the pickle of a function of newer versions is."""
+    return tp.CallOf(tp.TorchName(TE + module, f"_make_{module}_in_reduce_ex"), args)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.astype(E4M3).view(np.uint8)
+
+
+def whole(archive: Archive, x: np.ndarray, old: bool = False, turned: bool = False, **damage):
     """A tensor with one scale; x holds numbers that e4m3 has, times 2^-9."""
     number = damage.get("number", NUMBER)
-    data = archive.tensor(damage.get("data", (x * 512).astype(E4M3).view(np.uint8)))
+    data = archive.tensor(damage.get("data", bits(x * 512)))
     scale = archive.tensor(damage.get("scales", np.full(1, 2.0**-9, np.float32)))
     if old:
         of = class_method("transformer_engine.pytorch.float8_tensor", "Float8Tensor")
         return tp.CallOf(of, (data, OLD_NUMBER, scale, SINGLE))
-    of = tp.TorchName(TE + "float8_tensor", "_make_float8_tensor_in_reduce_ex")
     shape = tp.CallOf(tp.TorchName("torch", "Size"), (x.shape,))
-    return tp.CallOf(of, (data, number, scale, SINGLE, shape, None))
+    columns = archive.tensor(bits(np.moveaxis(x, -1, 0) * 512)) if turned else None
+    return made("float8_tensor", None if turned else data, number, scale, SINGLE, shape, columns)
 
 
-def by_rows(archive: Archive, x: np.ndarray, swizzled: bool = False):
+def padded(scales: np.ndarray, *multiples: int) -> np.ndarray:
+    """As Transformer Engine pads them; what is behind them is no number of theirs."""
+    behind = [(0, -n % m) for n, m in zip(scales.shape, multiples, strict=True)]
+    return np.pad(scales, behind, constant_values=99)
+
+
+def scales_of(x: np.ndarray, *block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of two of blocks of a matrix, and as many as it has entries."""
     flat_x = x.reshape(-1, x.shape[-1])
-    powers = np.arange(flat_x.shape[0])[:, None] % 3 + np.zeros((1, x.shape[-1] // 32), int)
-    scales = np.zeros((-(-len(flat_x) // 128) * 128, -(-x.shape[-1] // 128) * 4), np.uint8)
-    scales[: len(flat_x), : powers.shape[1]] = 127 - 9 + powers
-    values = flat_x * 512.0 / np.repeat(2.0**powers, 32, 1)
-    data = archive.tensor(values.astype(E4M3).view(np.uint8).reshape(x.shape))
-    of = tp.TorchName(TE + "mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex")
-    args = data, archive.tensor(scales), None, None, NUMBER, SINGLE, x.shape, None, swizzled
-    return tp.CallOf(of, args)
+    count = [-(-n // size) for n, size in zip(flat_x.shape, block, strict=True)]
+    powers = np.arange(np.prod(count)).reshape(count) % 3 - 9
+    every = np.repeat(np.repeat(powers, block[0], 0), block[1], 1)
+    every = every[: len(flat_x), : flat_x.shape[1]].reshape(x.shape)
+    return powers, (2.0**every).astype(np.float32)
 
 
-def by_squares(archive: Archive, x: np.ndarray, is_square: bool = True):
-    flat_x = x.reshape(-1, x.shape[-1])
-    scales = np.zeros((-(-len(flat_x) // 128), -(-x.shape[-1] // 512) * 4), np.float32)
-    scales[:] = 2.0 ** (np.arange(len(scales))[:, None] % 3 - 9)
-    columns = np.repeat(scales[:, :1], 128, 0)[: len(flat_x)]
-    data = archive.tensor((flat_x / columns).astype(E4M3).view(np.uint8).reshape(x.shape))
-    name = "float8_blockwise_tensor"
-    of = tp.TorchName(TE + name, f"_make_{name}_in_reduce_ex")
-    kept = x.shape, data, archive.tensor(scales), None, None, NUMBER, SINGLE, None, is_square, None
-    return tp.CallOf(of, kept)
+def in_order_of_cublas(scales: np.ndarray) -> np.ndarray:
+    """Tiles of 128 x 4, in each the four rows together that lie 32 apart (cuBLAS, its docs)."""
+    rows, columns = scales.shape
+    out = np.zeros(scales.size, np.uint8)
+    for (row, column), value in np.ndenumerate(scales):
+        tile = (row // 128) * (columns // 4) + column // 4
+        out[tile * 512 + (row % 32) * 16 + row % 128 // 32 * 4 + column % 4] = value
+    return out.reshape(rows, columns)
+
+
+def by_rows(archive: Archive, x: np.ndarray, swizzled: bool = False, of_columns: bool = False):
+    powers, every = scales_of(x, *((32, 1) if of_columns else (1, 32)))
+    scales = padded((127 + powers).astype(np.uint8), *((4, 128) if of_columns else (128, 4)))
+    if swizzled:
+        turned = scales.T if of_columns else scales
+        scales = in_order_of_cublas(turned).reshape(scales.shape)
+    kept = archive.tensor(bits(x / every)), archive.tensor(scales)
+    both = (None, None, *kept) if of_columns else (*kept, None, None)
+    return made("mxfp8_tensor", *both, NUMBER, SINGLE, x.shape, None, swizzled)
+
+
+def by_blocks(
+    archive: Archive, x: np.ndarray, rows: int = 128, of_columns: bool = False, order: object = None
+):
+    powers, every = scales_of(x, *((128, rows) if of_columns else (rows, 128)))
+    scales = (2.0**powers).astype(np.float32)
+    turns = of_columns == (rows == 128)
+    scales = padded(scales.T if turns else scales, 1, 4)
+    values = x / every
+    values = np.moveaxis(values, -1, 0) if of_columns else values
+    kept = archive.tensor(bits(values)), archive.tensor(scales)
+    both = (None, None, *kept) if of_columns else (*kept, None, None)
+    kind = NUMBER, SINGLE, None, rows == 128, order
+    return made("float8_blockwise_tensor", x.shape, *both, *kind)
 
 
 FORMS = {
     "one scale": whole,
-    "one scale, old": lambda archive, x: whole(archive, x, old=True),
+    "one scale, old": partial(whole, old=True),
+    "one scale, columns alone": partial(whole, turned=True),
     "rows": by_rows,
-    "squares": by_squares,
+    "columns": partial(by_rows, of_columns=True),
+    "rows in the order of cuBLAS": partial(by_rows, swizzled=True),
+    "columns in the order of cuBLAS": partial(by_rows, swizzled=True, of_columns=True),
+    "squares": by_blocks,
+    "squares, columns alone": partial(by_blocks, of_columns=True),
+    "vectors": partial(by_blocks, rows=1, order=0),
+    "vectors, columns alone": partial(by_blocks, rows=1, of_columns=True),
 }
+
+
+LINEAR = "q", "kv", "up", "down", "out"
 
 
 def is_linear(name: str) -> bool:
@@ -187,7 +237,7 @@ def test_values_in_8_bits_are_read(written, tmp_path, form):
         box = tuple(map(slice, spec.shape))
         want, got = truth.read(path, box), source.read(path, box)
         assert got.dtype == np.float32
-        if path[-1] in ("q", "kv", "up", "down", "out"):
+        if path[-1] in LINEAR:
             want = rounded(want)
             changed += 1
         np.testing.assert_array_equal(got, want, err_msg=str(path))
@@ -195,11 +245,17 @@ def test_values_in_8_bits_are_read(written, tmp_path, form):
 
 
 def changed(**damage):
-    return lambda archive, x: whole(archive, x, **damage)
+    return partial(whole, **damage)
 
 
 def unknown(archive: Archive, x: np.ndarray):
     return tp.CallOf(class_method(TE + "nvfp4_tensor", "NVFP4Tensor"), (archive.tensor(x),))
+
+
+def few_scales(archive: Archive, x: np.ndarray):
+    scales = archive.tensor(np.ones((1, 4), np.float32))
+    kept = x.shape, archive.tensor(bits(x)), scales, None, None, NUMBER, SINGLE, None, False, None
+    return made("float8_blockwise_tensor", *kept)
 
 
 def run_by_name(archive: Archive, x: np.ndarray):
@@ -216,9 +272,32 @@ WRONG = {
     "two scales": (changed(scales=np.ones(2, np.float32)), "2 scales where 1"),
     "no scales": (changed(scales=np.ones((0, 1), np.float32)), "0 scales where 1"),
     "half the bytes": (changed(data=np.ones((3, 5), np.uint8)), "cannot read"),
-    "scales of a kernel": (lambda a, x: by_rows(a, x, swizzled=True), "in the order of a kernel"),
-    "scales of rows": (lambda a, x: by_squares(a, x, is_square=False), "scales of 1 x 128"),
+    "tiles that are cut": (
+        lambda a, x: made(
+            "mxfp8_tensor",
+            a.tensor(bits(x)),
+            a.tensor(np.ones((5, 7), np.uint8)),
+            None,
+            None,
+            NUMBER,
+            SINGLE,
+            x.shape,
+            None,
+            True,
+        ),
+        "cannot read",
+    ),
+    "no rows, no columns": (
+        lambda a, x: made("mxfp8_tensor", None, None, None, None, NUMBER, SINGLE, x.shape),
+        "without numbers or scales; save the model in bf16",
+    ),
+    "another order": (partial(by_blocks, rows=1, order=ORDER), "in their compact order; save the"),
+    "few scales of 1 x 128": (few_scales, "scales where"),
     "4 bits": (unknown, "NVFP4Tensor, which is no form"),
+    "4 bits, newer": (
+        lambda a, x: made("nvfp4_tensor", a.tensor(x)),
+        "a nvfp4_tensor, which is no form.*in bf16",
+    ),
     "a function by getattr": (run_by_name, "cannot read"),
     "strides that lead out": (outside, "by strides"),
 }
@@ -265,8 +344,8 @@ def of_rank(name: str, x: np.ndarray, rank: int) -> np.ndarray:
     return x
 
 
-def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Path:
-    """The model as ranks of tp 2 and pp 2 save it."""
+def by_rank(written: Path, to: Path, sizes: dict | None = None, form=None, **changes) -> Path:
+    """The model as ranks of tp 2 and pp 2 save it; `form`: of linear weights."""
     axes = {f"{axis}_model_parallel_size": 2 for axis in ("tensor", "pipeline")}
     args = megatron_arguments(CFG, "local") | axes | (sizes or {})
     for tensor, stage in np.ndindex(2, 2):
@@ -275,7 +354,9 @@ def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Pa
             last = name.startswith(("output_layer", "decoder.final")) or ".layers.1." in name
             if last == bool(stage):
                 own = name.replace(".layers.1.", ".layers.0.")
-                model[own] = archive.tensor(of_rank(name, x, tensor))
+                x = of_rank(name, x, tensor)
+                in_8 = form is not None and is_linear(name)
+                model[own] = form(archive, rounded(x)) if in_8 else archive.tensor(x)
         state = {"args": tp.namespace(args), "iteration": 3, "model": model} | changes
         file = to / f"iter_0000003/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
         file.parent.mkdir(parents=True)
@@ -284,12 +365,20 @@ def by_rank(written: Path, to: Path, sizes: dict | None = None, **changes) -> Pa
     return to
 
 
-def assert_equal_to(written: Path, source) -> None:
+def assert_equal_to(written: Path, source, in_8: bool = False) -> None:
     source.check()
     truth = megatron_source(written)
     for path, spec in flat(split(build(CFG, nnx.Rngs(0)))[1]).items():
         box = tuple(map(slice, spec.shape))
-        np.testing.assert_array_equal(source.read(path, box), truth.read(path, box), str(path))
+        want = truth.read(path, box)
+        want = rounded(want) if in_8 and path[-1] in LINEAR else want
+        np.testing.assert_array_equal(source.read(path, box), want, str(path))
+
+
+@pytest.mark.parametrize("form", often(FORMS, 0))
+def test_files_by_rank_hold_values_in_8_bits(written, tmp_path, form):
+    folder = by_rank(written, tmp_path, form=FORMS[form])
+    assert_equal_to(written, megatron_source(folder), in_8=True)
 
 
 def test_files_by_rank_are_one_model(written, tmp_path):
@@ -313,17 +402,40 @@ def halved(folder: Path) -> None:
     first_file(folder).write_bytes(content[: len(content) // 2])
 
 
+LAYER, EMPTY = ({"attention": part, "ffn": part} for part in ({"no_op": False}, {"no_op": True}))
+ONE = np.ones((1, 1), np.float32)
+ALONE = {"conv1.weight": Archive().tensor(ONE)}
+
+
+def of_another_version(folder: Path) -> None:
+    """A zip file that asks for a version of zip that is not there, as one flipped bit does."""
+    content = bytearray(first_file(folder).read_bytes())
+    content[content.find(b"PK\x01\x02") + 6] = 150
+    first_file(folder).write_bytes(content)
+
+
 BOMB = tp.CallOf(tp.TorchName("os", "system"), ("touch bomb_ran",))
 RANKS = {
     "a rank is missing": ({}, without_a_rank, "has 3 folders mp_rank_"),
     "half a file": ({}, halved, "cannot read it"),
     "an empty file": ({}, lambda c: first_file(c).write_bytes(b""), "cannot read it"),
+    "a flipped bit": ({}, of_another_version, "cannot read it .NotImplementedError"),
     "no args": ({"args": None}, None, "holds no `args`"),
     "more ranks": ({"sizes": {"tensor_model_parallel_size": 4}}, None, "has 4 folders mp_rank_"),
     "ranks as text": ({"sizes": {"tensor_model_parallel_size": "2"}}, None, "no number of ranks"),
     "other experts' tp": (
         {"sizes": {"num_experts": 4, "expert_tensor_parallel_size": 3}}, None, "neither 1 nor tp",
     ),
+    "an empty layer": (
+        {"sizes": {"num_layers": 3, "heterogeneous_layers_config_encoded_json": json.dumps(
+            {"block_configs": [LAYER, EMPTY, LAYER]})}}, None, "numbers layers by rank, empty ones",
+    ),
+    "a tower alone": ({"model": ALONE}, None, "of an image tower alone.*joined to"),
+    "rows of another mixer": (
+        {"model": {"decoder.layers.0.mixer.in_proj.weight": ALONE["conv1.weight"]}}, None,
+        "has 1 rows, not the .* of the Mamba mixer",
+    ),
+    "4 bits": ({"model": {"x": made("nvfp4_tensor")}}, None, "a nvfp4_tensor, which is no form"),
     "a model before the core": ({"model": {"language_model": {}}}, None, "before its core"),
     "a model that is a list": ({"model": [1]}, None, "before its core"),
     "no tensors": ({"model": {}}, None, "is missing"),

@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ import numpy as np
 
 from mjax.errors import UserError
 from mjax.interop.megatron.stored.quantized import (
-    MAKERS,
     Dequantized,
     Quantized,
     StoredTensor,
     UnknownForm,
+    maker_named,
     maker_of,
 )
 
@@ -38,7 +39,8 @@ _STORAGES = {
 _BYTES = {"ByteStorage": np.dtype(np.uint8), "FloatStorage": np.dtype(np.float32)}
 _DAMAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
-    TypeError, ValueError, OSError, struct.error,
+    TypeError, ValueError, OSError, struct.error, ArithmeticError, MemoryError, RuntimeError,
+    zlib.error,
 )  # fmt: skip
 
 
@@ -105,6 +107,9 @@ def mapped_tensor(
     """The place of a tensor of an archive with these storages; `kinds`: dtypes of storages."""
     if isinstance(stored, Quantized):
         data, scales = (mapped_tensor(x, places, _BYTES) for x in (stored.data, stored.scales))
+        if stored.transposed:
+            turned = ((*x[1:], *x[:1]) for x in (data.shape, data.strides))
+            data = MappedTensor(data.dtype, data.at, *turned)
         return MappedTensor(data.dtype, data.at, data.shape, data.strides, stored, scales)
     (storage, key), offset, shape, strides = stored
     if storage not in kinds:
@@ -172,7 +177,7 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         known = _KNOWN.get(f"{module}.{name}")
         if module.startswith("transformer_engine."):
-            known = MAKERS.get(name)
+            known = maker_named(name)
         return known or type(name, (Inert,), {"__module__": module})
 
     def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:

@@ -36,7 +36,9 @@ _CUT_ROWS = re.compile(
     r"|linear_q_up_proj|linear_kv_up_proj|eh_proj|self_attention|mlp)\.(weight|bias)"
     r"|.*\.softmax_offset"
 )
-_CUT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_CUT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|mixer\.out_proj)\.weight")
+_CUT_MIXER = re.compile(r".*\.mixer\.(A_log|D|dt_bias|(conv1d|in_proj|norm)\.(weight|bias))")
+_PARTS_OF_MIXER = re.compile(r".*\.mixer\.(in_proj|conv1d)\.(?:weight|bias)")  # has several parts
 _LATENT = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")  # cut or whole, by the modules' kind
 
 
@@ -161,6 +163,7 @@ class _Assembly:
             layers[block] = max(layers[block], number + 1)
             name = f"{block}{number + before[block]}{rest}"
         name = name.replace(".mtp_model_layer.", ".transformer_layer.")
+        name = name.replace(".mixer.conv1d_", ".mixer.conv1d.")  # of newer versions
         if found := _EXPERT_OF_RANK.fullmatch(name):
             number = int(found[2] or found[5]) + rank * self.experts
             name = f"{found[1]}experts.{number}.{found[3] or found[4]}"
@@ -171,20 +174,40 @@ class _Assembly:
         if not place.shape or (name.endswith("output_layer.weight") and self.ties):
             return  # the last stage's own copy of the embedding
         axis, ways = self._cut(name, place)
-        if ways > 1 and ".mixer." in name:
-            raise UserError(f"{self.folder}: {name!r} is cut over tp in a way not known; {CONVERT}")
-        whole = list(place.shape)
-        whole[axis] *= ways
-        self.shapes.setdefault(name, tuple(whole))
-        halves = 2 if ways > 1 and axis == 0 and self._is_gated(name) else 1
-        rows = place.shape[axis] // halves
-        for half in range(halves):
-            start, shape = [0] * len(whole), list(place.shape)
-            start[axis] = half * rows * ways + (rank * rows if ways > 1 else 0)
-            shape[axis] = rows
+        first = 0
+        for ending, size in self._parts(name, place):
+            start, shape = [0] * len(place.shape), list(place.shape)
+            shape[0] = size
+            whole = list(shape)
+            start[axis], whole[axis] = rank * shape[axis] if ways > 1 else 0, ways * shape[axis]
+            self.shapes.setdefault(name + ending, tuple(whole))
             box = tuple(start), tuple(shape)
-            chunk = TorchChunk(*box, file.name, 0, file.size, place, half * rows)
-            self.found[name].setdefault(chunk.start, chunk)
+            chunk = TorchChunk(*box, file.name, 0, file.size, place, first)
+            self.found[name + ending].setdefault(chunk.start, chunk)
+            first += size
+
+    def _parts(self, name: str, place: MappedTensor) -> list[tuple[str, int]]:
+        """Endings of the names of a tensor's parts, each of which is cut for itself, and the rows
+        of each."""
+        rows = place.shape[0]
+        if self._is_gated(name):
+            return [("_w", rows // 2), ("_v", rows // 2)]
+        if not (found := _PARTS_OF_MIXER.fullmatch(name)):
+            return [("", rows)]
+        head = self._argument("mamba_head_dim", 64)
+        heads = self._argument("mamba_num_heads", 2 * self._argument("hidden_size", 0) // head)
+        groups = self._argument("mamba_num_groups", 8) // self.tp
+        heads, group = heads // self.tp, groups * self._argument("mamba_state_dim", 128)
+        inner = heads * head
+        sizes = {".z": inner, ".x": inner, ".B": group, ".C": group, ".dt": heads}
+        if found[1] == "conv1d":
+            sizes = {ending: sizes[ending] for ending in (".x", ".B", ".C")}
+        if sum(sizes.values()) != rows:
+            raise UserError(
+                f"{self.folder}: {name!r} of a rank has {rows} rows, not the {sum(sizes.values())} "
+                "of the Mamba mixer in its arguments; such a model cannot be imported"
+            )
+        return [*sizes.items()]
 
     def _cut(self, name: str, place: MappedTensor) -> tuple[int, int]:
         """The axis over which a tensor is cut, and the number of its parts."""
@@ -194,11 +217,14 @@ class _Assembly:
             rank = getattr(self.args, f"{found[1]}_lora_rank", None) or 0
             turned = getattr(self.args, "qk_pos_emb_head_dim", 0) if found[1] == "kv" else 0
             return 0, 1 if place.shape[0] == rank + turned else ways
-        if _CUT_ROWS.fullmatch(dotted) or ".mixer." in dotted:
+        if _CUT_ROWS.fullmatch(dotted) or _CUT_MIXER.fullmatch(dotted):
             return 0, ways
         return (1, ways) if _CUT_COLUMNS.fullmatch(dotted) else (0, 1)
+
+    def _argument(self, name: str, default: int) -> int:
+        return getattr(self.args, name, None) or default
 
     def _is_gated(self, name: str) -> bool:
         gated = any(getattr(self.args, key, False) for key in ("swiglu", "gated_linear_unit"))
         of_tower = name.startswith("vision_") and getattr(self.args, "vision_model_type", None)
-        return gated and not of_tower and ".linear_fc1." in name
+        return gated and not of_tower and name.endswith((".linear_fc1.weight", ".linear_fc1.bias"))
