@@ -195,7 +195,7 @@ def fp8_dispatch_in_blocks(c: Config) -> Iterator[str]:
         yield f"`precision.fp8_dispatch`: `{key}` is no multiple of 128, the width of a block"
 
 
-@rule("set precision.fp8_experts=false, or precision.fp8=block128 with scales of powers of two")
+@rule("set precision.fp8_experts=false, or precision.fp8=block128 with its own blocks and scales")
 def fp8_dispatch_rounds_once(c: Config) -> Iterator[str]:
     precision = c.precision
     per_tensor = not {"current", "delayed"}.isdisjoint(precision.fp8_recipes)
