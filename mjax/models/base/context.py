@@ -64,7 +64,7 @@ class Training:
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in evaluation, too.
         Generation sees a part of a sequence at a time, and drops nothing.
     rounds_dispatch: whether experts read tokens in 8 bits (`precision.fp8_dispatch`): in
-        evaluation, too.
+        evaluation as `precision.fp8_evaluation` says, in generation never.
     neftune_alpha: of the noise on embeddings (`train.neftune_alpha`).
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     temperature: what logits are divided by in losses and scores of tokens.

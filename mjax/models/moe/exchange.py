@@ -236,12 +236,13 @@ def gather_rounded(
 
 
 def _gather_rounded_forward(parallel, x, route):
-    return gather_rounded(parallel, x, route), (route, len(x))
+    of_rows = x[:, :0, 0]  # tells how many there are
+    return gather_rounded(parallel, x, route), (route, of_rows)
 
 
 def _gather_rounded_backward(parallel, kept, d):
-    route, rows = kept
-    return scatter_sums(parallel, d[0], rows, route), None
+    route, of_rows = kept
+    return scatter_sums(parallel, d[0], len(of_rows), route), None
 
 
 gather_rounded.defvjp(_gather_rounded_forward, _gather_rounded_backward)

@@ -26,11 +26,7 @@ from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_up(
-    expert: Expert,
-    x: jax.Array,
-    up: Weight,
-    dispatch: Dispatch,
-    blocks: Blocks | None = None,
+    expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch, blocks: Blocks | None = None
 ) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F].
 

@@ -28,11 +28,7 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
 
 def rounded_rows(
-    x: jax.Array | Blocks,
-    w: Weight,
-    sizes: jax.Array | None,
-    role: OperandRole,
-    **ways: bool,
+    x: jax.Array | Blocks, w: Weight, sizes: jax.Array | None, role: OperandRole, **ways: bool
 ) -> tuple[jax.Array | Blocks, jax.Array | Blocks]:
     """Rows [M, C] of experts as products over C with `w`, and over each one's rows, read them.
 
