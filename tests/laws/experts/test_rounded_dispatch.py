@@ -214,8 +214,8 @@ MESHES = [
 @slow
 @pytest.mark.parametrize("cell, feature, key", MESHES)
 def test_training_agrees_on_meshes(cell, feature, key):
-    """Weights that differ by 1e-7 give gradients that differ by 1e-4 on one device, too: a value
-    goes over the border between two numbers. Without the key they differ by 1e-7."""
+    """Weights that differ by 1e-7 give gradients that differ by 5e-4 on one device, too: a value
+    goes over the border between two numbers. Without the key they differ by 1e-6."""
     want = one_device("none", KEY, WIDE, feature="experts")
     agree(first_step("none", cell, KEY, WIDE, key, feature=feature), want, 1e-3)
     exact = one_device("none", WIDE, feature="experts")
