@@ -193,7 +193,12 @@ class LocalModel:
 
     def for_evaluation(self, execution: Execution) -> "LocalModel":
         """The model without dropout and without the terms of the loss that only training has."""
-        ctx = self.ctx.in_training(dropout=False, label_smoothing=0.0, z_loss=0.0)
+        ctx = self.ctx.in_training(
+            dropout=False,
+            label_smoothing=0.0,
+            z_loss=0.0,
+            rounds_dispatch=execution.rounds_dispatch,
+        )
         definition = replace(self.definition, statistics={})
         objective = self.objective
         if isinstance(objective, Measurer):

@@ -101,6 +101,7 @@ def decide_execution(
         recipes=tuple((name, recipe_of(cfg.precision, name)) for name in names),
         # Layers that FP8 skips would need a gather of their own.
         quantize_stored=recipe is not None and not (skips_fp8 and is_cut and gather == "step"),
+        rounds_dispatch=cfg.precision.fp8_dispatch,
         weights=None if cfg.precision.weights == "plain" else cfg.precision.weights,
         compute=cfg.precision.compute,
         accumulate=cfg.precision.grad_accum,
@@ -122,6 +123,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         sums_in_matmuls=False,
         overlap=False,
         recipe=training.recipe if cfg.precision.fp8_evaluation else None,
+        rounds_dispatch=training.rounds_dispatch and cfg.precision.fp8_evaluation,
         offload=(),
     )
 
@@ -150,6 +152,7 @@ def training_context(
     training = Training(
         dropout=True,
         capacity=True,
+        rounds_dispatch=cfg.precision.fp8_dispatch,
         neftune_alpha=cfg.train.neftune_alpha,
         label_smoothing=cfg.train.label_smoothing,
         z_loss=cfg.train.z_loss,

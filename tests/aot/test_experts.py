@@ -110,3 +110,23 @@ def test_in_fp8_tokens_travel_as_bytes_and_sums_do_not():
     for dtype in ("u8", "bf16"):  # of 1024 tokens, to each device, forward and backward
         found = re.findall(rf"= .*{dtype}\[8,360,512\].* all-to-all(?:-start)?\(", made.text)
         assert len(found) == 2, (dtype, found)
+
+
+OF_BLOCKS = ["precision.fp8=block128", "precision.fp8_experts=true"]
+OF_BLOCKS += ["precision.fp8_rules=[['*.attention.*', none]]"]
+
+
+@exhaustive
+@pytest.mark.parametrize("recipe, rounded", [([], [1024]), (OF_BLOCKS, [1024, 8192, 8192])])
+def test_in_blocks_the_dispatch_alone_travels_as_bytes(recipe, rounded):
+    """A device rounds its 1024 tokens. Products of 128-blocks read those of the group as they came:
+    what else is rounded along 512 is the input of `down`, and its output's gradient."""
+    keys = [*OVER_EP[:-1], *recipe, "precision.fp8_dispatch=true"]
+    keys.append("train.expert_exchange=all_to_all")
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *keys)
+    for dtype, width, times in (("u8", 512 + 512 // 128, 1), ("bf16", 512, 3)):
+        shape = rf"= .*{dtype}\[8,360,{width}\].* all-to-all(?:-start)?\("
+        assert len(re.findall(shape, made.text)) == times, dtype
+    kernels = re.findall(r"= \(f8e4m3fn\[(\d+),512\].*triton_kernel_call_ffi", made.text)
+    assert sorted(map(int, kernels)) == rounded

@@ -188,6 +188,23 @@ def fp8_experts_one_by_one(c: Config) -> Iterator[str]:
         yield "`train.experts` has no products of 8 bits for `precision.fp8`"
 
 
+@rule("set it to false, or take experts of such a width")
+def fp8_dispatch_in_blocks(c: Config) -> Iterator[str]:
+    if c.precision.fp8_dispatch and c.model.expert_width % 128:
+        key = "model.moe.latent_size" if c.model.moe.latent_size else "model.hidden_size"
+        yield f"`precision.fp8_dispatch`: `{key}` is no multiple of 128, the width of a block"
+
+
+@rule("set precision.fp8_experts=false, or precision.fp8=block128 with its own blocks and scales")
+def fp8_dispatch_rounds_once(c: Config) -> Iterator[str]:
+    precision = c.precision
+    per_tensor = not {"current", "delayed"}.isdisjoint(precision.fp8_recipes)
+    other_scales = per_tensor or precision.fp8_scales != "power_of_two"
+    other_blocks = 128 % (precision.fp8_block or 128) > 0
+    if precision.fp8_dispatch and precision.fp8_experts and (other_scales or other_blocks):
+        yield "`precision.fp8_dispatch`: experts of `precision.fp8` would round tokens once more"
+
+
 @rule("lower it or set precision.fp8=none")
 def fp8_layers_left(c: Config) -> Iterator[str]:
     if sum(c.precision.fp8_left_out) >= c.model.num_hidden_layers:

@@ -356,19 +356,16 @@ class TrainConfig(Group):
     remat: str = "auto"
     """Values a layer keeps for its backward: none (all), dots (matmul outputs and attention),
     attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
-    by the memory estimate (docs/train/memory.md).
-    """
+    by the memory estimate (docs/train/memory.md)."""
     offload: Literal["all"] | list[str] = []
     """Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."""
     attention: Literal["auto", "xla", "cudnn", "mosaic", "triton"] = "auto"
     experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = "auto"
     """loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs each on its own;
-    batched: with model.moe.capacity_factor, each on as many rows as it has capacity.
-    """
+    batched: with model.moe.capacity_factor, each on as many rows as it has capacity."""
     expert_exchange: Literal["auto", "all_gather", "all_to_all"] = "auto"
     """How tokens reach experts over ep: all tokens to all devices, or each to those of its experts;
-    auto: by ep, experts of a token and bytes (docs/models/moe.md).
-    """
+    auto: by ep, experts of a token and bytes (docs/models/moe.md)."""
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."""
     mtp_loss_scaling_factor: float = Field(0.1, ge=0)
@@ -439,7 +436,7 @@ class PrecisionConfig(Group):
     fp8_emulate: bool = False
     """Let GPUs multiply rounded blocks in plain JAX, which is slow; Hopper's block128 too."""
     fp8_evaluation: bool = True
-    """Evaluate in the recipe, too; else in `compute`."""
+    """Evaluate in the recipe, and with fp8_dispatch, too; else in `compute`."""
     fp8_backend: Literal["xla", "te"] = "xla"
     """Code that rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
     fp8_amax_history: int = Field(1024, ge=1)
@@ -448,6 +445,9 @@ class PrecisionConfig(Group):
     """First and last layers left in `compute`: so many each, or [first, last]."""
     fp8_experts: bool = False
     """Round experts, too; else they are left in `compute`."""
+    fp8_dispatch: bool = False
+    """Round the tokens that experts read to E4M3, by a power of two for each 1 x 128, on any mesh.
+    So they travel to experts as bytes; sums back and gradients both ways travel in `compute`."""
 
     @property
     def fp8_left_out(self) -> tuple[int, int]:

@@ -172,6 +172,10 @@ class BlockScaled:
         facts = sizes, self.side, self._rule, self._format(role)
         return rows, round_within_groups(x, *facts) if turned else None
 
+    def read_rows(self, x: Blocks, sides: tuple[int, int]) -> jax.Array | Blocks:
+        """`round_experts` of rows that came in E4M3, by a power of two for each 1 x 128."""
+        return x.numbers()
+
     def weights_of_experts(self, value: jax.Array, contracted: int) -> jax.Array | Blocks:
         """Weights [E, K, N] as a product over an axis of each reads them: numbers."""
 
@@ -289,6 +293,17 @@ class Block128(BlockScaled):
         if self.gradient_kernel(x.dtype, (1, *sides)).name == "xla":
             return super().round_experts(x, sizes, role, sides, **ways)
         return round_both_ways(x, self._format(role), self.scales == "free", sizes, **ways)
+
+    def read_rows(self, x, sides):
+        if self.gradient_kernel(x.wide, (1, *sides)).name == "xla":
+            return super().read_rows(x, sides)
+        return x
+
+    def round_rows(self, x: jax.Array) -> Blocks:
+        """Rounds x [M, C] along its last axis alone."""
+        if self.gradient_kernel(x.dtype, x.shape).name == "xla":
+            return self._rows(x, "input", LOCAL)
+        return round_both_ways(x, self._format("input"), self.scales == "free", turned=False)[0]
 
     def weights_of_experts(self, value, contracted):
         if self.gradient_kernel(value.dtype, value.shape).name == "xla":

@@ -63,6 +63,8 @@ class Training:
     dropout: whether dropout, the jitter of routers, Sinkhorn's routing and noise are on.
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in evaluation, too.
         Generation sees a part of a sequence at a time, and drops nothing.
+    rounds_dispatch: whether experts read tokens in 8 bits (`precision.fp8_dispatch`): in
+        evaluation as `precision.fp8_evaluation` says, in generation never.
     neftune_alpha: of the noise on embeddings (`train.neftune_alpha`).
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     temperature: what logits are divided by in losses and scores of tokens.
@@ -73,6 +75,7 @@ class Training:
 
     dropout: bool = False
     capacity: bool = False
+    rounds_dispatch: bool = False
     neftune_alpha: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -6,9 +6,10 @@ every token to every device of the group. `all_to_all` sends a token once to eac
 one of its experts, in a fixed number of rows for each pair of devices. If any device of the group
 needs more rows, all of them gather instead, in that exchange: `lax.cond` on a flag that is summed
 over the group. So no token is lost. Both leave tokens in equal places, so what follows knows of
-neither. Tokens travel in the dtype of the computation, or in 8 bits (`matmuls_fp8.py`), sums in the
-former. Invariant: each exchange is the transpose of the other, and the result is that of
-`all_gather`.
+neither. Tokens travel in the dtype of the computation, or in 8 bits: by one scale
+(`matmuls_fp8.py`), or by blocks (`gather_rounded`, as DeepSeek-V3's dispatch, arXiv 2412.19437,
+3.3). Sums travel in the former. Invariant: each exchange is the transpose of the other, and the
+result is that of `all_gather`; tokens are rounded alike on every mesh, also where none travels.
 """
 
 import functools
@@ -21,12 +22,16 @@ from jax import lax
 
 from mjax.config.schema.model import MoeConfig
 from mjax.kernels.base.chooser import Choice
+from mjax.kernels.elementwise.gate import E4M3
+from mjax.kernels.fp8.block_recipes import Block128
+from mjax.kernels.fp8.blocks import Blocks, scales_of_bytes
 from mjax.models.base.context import Context
 from mjax.sharding.collectives import Parallel
 
 ROOM = 1.5  # times the rows that balanced routing needs
 LEAST_SAVED = 32 * 2**20  # bytes for which an all-to-all is worth its packing and its condition
 ROWS_TOGETHER = 8
+DISPATCHED = Block128()  # how tokens are rounded that travel in blocks
 
 
 class Route(NamedTuple):
@@ -210,6 +215,57 @@ def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.
     _, columns, width = x.shape
     sent = send_tokens(parallel, x.reshape(-1, width), route)
     return whole_tokens(parallel, sent, columns)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_rounded(
+    parallel: Parallel, x: jax.Array, route: Route | None
+) -> tuple[jax.Array, Blocks]:
+    """`gather_tokens` of x rounded by `DISPATCHED`: (their numbers in x's dtype, the blocks).
+
+    The bytes of `bytes_of_tokens` travel. The gradient is that of `gather_tokens`, straight through
+    the rounding, and travels in its own dtype.
+    """
+    rows, columns, width = x.shape
+    tokens = DISPATCHED.round_rows(x.reshape(-1, width))
+    bits = bytes_of_tokens(tokens)
+    bits = bits.reshape(rows, columns, -1)
+    sent = gather_tokens(parallel, bits, route)
+    blocks = tokens_of_bytes(sent, width, x.dtype)
+    return blocks.numbers(), blocks
+
+
+def _gather_rounded_forward(parallel, x, route):
+    of_rows = x[:, :0, 0]  # tells how many there are
+    return gather_rounded(parallel, x, route), (route, of_rows)
+
+
+def _gather_rounded_backward(parallel, kept, d):
+    route, of_rows = kept
+    return scatter_sums(parallel, d[0], len(of_rows), route), None
+
+
+gather_rounded.defvjp(_gather_rounded_forward, _gather_rounded_backward)
+
+
+def bytes_of_tokens(tokens: Blocks) -> jax.Array:
+    """uint8 [T, D + D / 128]: the values of tokens, then the exponents of their factors."""
+    values = lax.bitcast_convert_type(tokens.values, jnp.uint8)
+    exponents = lax.bitcast_convert_type(tokens.factors, jnp.uint32) >> 23
+    exponents = exponents.astype(jnp.uint8)
+    return jnp.concatenate([values, exponents], 1)
+
+
+def tokens_of_bytes(bits: jax.Array, width: int, dtype: jnp.dtype) -> Blocks:
+    """The tokens [T, width] of `bytes_of_tokens`, numbers of `dtype`; zeros are zeros."""
+    values, exponents = bits[:, :width], bits[:, width:]
+    _, factors = scales_of_bytes(exponents.astype(jnp.int32))
+    return Blocks(
+        lax.bitcast_convert_type(values, E4M3),
+        factors,
+        block=(1, DISPATCHED.side),
+        wide=jnp.dtype(dtype),
+    )
 
 
 def whole_tokens(parallel: Parallel, sent: jax.Array, columns: int) -> jax.Array:

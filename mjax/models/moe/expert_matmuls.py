@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.weight import Weight
 from mjax.models.moe.dispatch import (
     Dispatch,
@@ -24,26 +25,34 @@ from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
-    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
-    rows, _ = rounded_rows(x, up, None, "input", turned=False)
+def multiply_up(
+    expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch, blocks: Blocks | None = None
+) -> jax.Array:
+    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F].
+
+    blocks: the numbers of x, where they came in 8 bits and `up` has a recipe that reads them.
+    """
+    tokens = x if blocks is None else blocks
+    rows, _ = rounded_rows(tokens, up, None, "input", turned=False)
     rows = jax.tree.map(lambda part: rows_of_tokens(part, dispatch), rows)
     h = product_of_rows(rows, up, dispatch.sizes, expert.kernel, 0)
     return h.reshape(-1, *up.value.shape[2:])
 
 
-def _multiply_up_forward(expert, x, up, dispatch):
-    h = multiply_up(expert, x, up, dispatch)
-    return h, (x, up, dispatch)
+def _multiply_up_forward(expert, x, up, dispatch, blocks=None):
+    h = multiply_up(expert, x, up, dispatch, blocks)
+    return h, (x if blocks is None else blocks, up, dispatch)
 
 
 def backward_of_up(
-    expert: Expert, saved: tuple[jax.Array, Weight, Dispatch], dh: jax.Array
+    expert: Expert, saved: tuple[jax.Array | Blocks, Weight, Dispatch], dh: jax.Array
 ) -> tuple[jax.Array, Weight]:
     """The cotangents of x and `up`, which are saved with their dispatch, from the output's."""
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
-    rows = rows_of_tokens(x, dispatch)
+    rows = jax.tree.map(lambda part: rows_of_tokens(part, dispatch), x)
+    if isinstance(rows, Blocks):
+        rows = rows.numbers()
     by_rows, by_columns = rounded_rows(dh, up, dispatch.sizes, "gradient")
     d_up = weight_cotangent(up, rows, by_columns, dispatch.sizes, expert.kernel)
     d_rows = product_of_rows(by_rows, up, dispatch.sizes, expert.kernel, 1)
@@ -52,7 +61,7 @@ def backward_of_up(
 
 
 def _multiply_up_backward(expert, saved, dh):
-    return *backward_of_up(expert, saved, dh), None
+    return *backward_of_up(expert, saved, dh), None, None
 
 
 multiply_up.defvjp(_multiply_up_forward, _multiply_up_backward)

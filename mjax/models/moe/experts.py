@@ -19,12 +19,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.base.chooser import choose
+from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.context import Context
 from mjax.models.base.weight import Weight, read_value
 from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
 from mjax.models.moe.exchange import (
     Route,
+    gather_rounded,
     gather_tokens,
     group_size,
     has_gathered,
@@ -65,13 +67,15 @@ class ExpertWeights(NamedTuple):
 class RoutedTokens(NamedTuple):
     """The tokens of a group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
 
-    x is None before they came. route: how they come, if not all of them do.
+    x is None before they came. route: how they come, if not all of them do. blocks: the same
+    numbers in 8 bits, where they came so.
     """
 
     x: jax.Array | None
     experts: jax.Array
     gates: jax.Array
     route: Route | None = None
+    blocks: Blocks | None = None
 
 
 class ExpertSums(NamedTuple):
@@ -92,10 +96,9 @@ def run_experts(
     ctx: Context,
 ) -> ExpertSums:
     """Tokens x [B, S/tp, D] through their experts."""
-    some_dropped = _has_capacity(cfg, ctx) or cfg.moe.skip_padding
-    if not (weights.up.scales_tensors or weights.down.scales_tensors) or not some_dropped:
+    if not (_has_capacity(cfg, ctx) or cfg.moe.skip_padding):
         return _run_experts(x, routing, weights, cfg, ctx)
-    # FP8's maxima are those of tokens that have an expert, and of their gradients.
+    # Tokens without an expert reach neither products nor FP8's maxima, nor do their gradients.
     is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
     x = jnp.where(is_sent, x, 0)
     sums = _run_experts(x, routing, weights, cfg, ctx)
@@ -129,12 +132,17 @@ def _run_experts(
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
     in_one_function = not weights.have_adapters and up.recipe == weights.down.recipe
+    in_one_function = in_one_function and not ctx.training.rounds_dispatch
     if in_one_function and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
         rows = _rows_of_pass(expert, routed, dispatch, parallel)
         y = gated_experts8(parallel, expert, rows, x, routed.gates, both, dispatch, route)
         return ExpertSums(y, has_gathered(route))
-    routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
+    if ctx.training.rounds_dispatch:
+        tokens, blocks = gather_rounded(parallel, x, routed.route)
+        routed = routed._replace(x=tokens, blocks=blocks)
+    else:
+        routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
     if dispatch is None:
         y = every_expert(expert, routed, weights, first)
     else:
@@ -168,6 +176,8 @@ def _sums_of_experts(
     by_up, by_down = multiply_up, multiply_down
     if up.scales_tensors:
         by_up = functools.partial(multiply_up8, parallel)
+    elif up.recipe is not None:
+        by_up = functools.partial(multiply_up, blocks=routed.blocks)
     if down.scales_tensors:
         by_down = functools.partial(multiply_down8, parallel)
     h = by_up(expert, routed.x, replace(up, adapter=None), dispatch)

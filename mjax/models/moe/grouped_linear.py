@@ -28,12 +28,15 @@ def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
 
 def rounded_rows(
-    x: jax.Array, w: Weight, sizes: jax.Array | None, role: OperandRole, **ways: bool
+    x: jax.Array | Blocks, w: Weight, sizes: jax.Array | None, role: OperandRole, **ways: bool
 ) -> tuple[jax.Array | Blocks, jax.Array | Blocks]:
     """Rows [M, C] of experts as products over C with `w`, and over each one's rows, read them.
 
+    Rows that came in blocks are not rounded again, and have the first alone.
     ways: `plain=False` or `turned=False`, where one is not wanted; the first needs no sizes.
     """
+    if isinstance(x, Blocks):
+        return w.recipe.read_rows(x, _sides(w)), None
     if w.recipe is None:
         return x, x
     return w.recipe.round_experts(x, sizes, role, _sides(w), **ways)

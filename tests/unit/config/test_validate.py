@@ -601,6 +601,15 @@ BROKEN = {
         ["precision.fp8=current", "precision.fp8_experts=true", "train.experts=loop"],
         "train.experts='loop' has no products of 8 bits for precision.fp8='current'",
     ),
+    "fp8_dispatch_in_blocks": (
+        [*EXPERTS, "precision.fp8_dispatch=true", "model.hidden_size=192"],
+        "precision.fp8_dispatch=True: model.hidden_size=192 is no multiple of 128",
+    ),
+    "fp8_dispatch_rounds_once": (
+        [*EXPERTS, "precision.fp8_dispatch=true", "precision.fp8=delayed"]
+        + ["precision.fp8_experts=true"],
+        "precision.fp8_dispatch=True: experts of precision.fp8='delayed' would round tokens once",
+    ),
     "fp8_layers_left": (
         ["precision.fp8=current", "precision.fp8_skip_layers=2"],
         "precision.fp8_skip_layers=2 at both ends of model.num_hidden_layers=4 leaves none",
@@ -837,6 +846,8 @@ UNREAD = [
     ),
     (["data.fim_fragment_rate=0.5"], "data.fim_fragment_rate=0.5", "data.fim_rate=0.0"),
     (["precision.fp8_skip_layers=1"], "precision.fp8_skip_layers=1", "precision.fp8='none'"),
+    (["precision.fp8_evaluation=false"], "precision.fp8_evaluation=False", "precision.fp8='none'"),
+    (["precision.fp8_dispatch=true"], "precision.fp8_dispatch=True", "model.layer_pattern="),
     (["precision.fp8_backend=te"], "precision.fp8_backend='te'", "precision.fp8='none'"),
     (
         ["precision.fp8=block128", "precision.fp8_backend=te"],

@@ -134,6 +134,18 @@ def test_experts_are_faster_in_8_bits_where_our_kernel_takes_their_sizes(width, 
     assert times[1] <= share * times[0] and (times[1] == times[0]) == (share == 1)
 
 
+@pytest.mark.parametrize("compute, width", [("bfloat16", 2), ("float32", 4)])
+def test_one_of_four_exchanges_of_experts_is_of_bytes(compute, width):
+    path, keys = ROOT / "configs/models/deepseek_v2_lite.yaml", ["mesh.ep=8", "train.remat=none"]
+    times = []
+    for key in ("false", "true"):
+        more = f"precision.fp8_dispatch={key}", f"precision.compute={compute}"
+        cfg = load(path, [*keys, *NOTHING_ELSE, *more])
+        parts = {part.name: part.time.middle for part in parts_of(cfg, 8)}
+        times.append(parts["tokens of experts"])
+    assert times[1] / times[0] == pytest.approx((3 + 129 / 128 / width) / 4)
+
+
 def test_a_pipeline_pays_for_its_bubble():
     few = estimate(small("mesh.pp=4", "train.remat=dots", "train.global_batch_size=8"), 8)
     many = estimate(small("mesh.pp=4", "train.remat=dots", "train.global_batch_size=64"), 8)
