@@ -1,6 +1,8 @@
-"""The teacher of a distillation: a role with a trainer of its own, on the mesh of the student.
+"""The teacher of a distillation: a role with a trainer of its own.
 
 Its programs leave activations where the student's batch has its tokens, so they are fields of it.
+It lies on the mesh of the student, or on devices of its own (`distill.teacher_mesh`). From those
+the activations are copied, and its head once.
 """
 
 import functools
@@ -15,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.rules.data_rules import data_sources
+from mjax.config.rules.distill_rules import mesh_of_teacher
 from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.checkpoint import CheckpointConfig
 from mjax.config.schema.lora import LoraConfig
@@ -28,6 +31,7 @@ from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
+from mjax.post.base.copied_fields import columns_of_copy, copied_field
 from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
 from mjax.post.distillation.stored_teacher import (
     IDS,
@@ -99,10 +103,12 @@ def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
     return replace(data, training=stream, record_at=record_at, **live)
 
 
-def teacher_fields(trainer: Trainer) -> RoleFields:
+def teacher_fields(trainer: Trainer) -> Callable[[Batch, HostBatch], Batch]:
     """The fields that the teacher of a run computes for each batch."""
-    outputs = trainer.objective.pairs.teacher
-    return RoleFields((teacher_field(teacher_of(trainer), outputs),))
+    teacher, outputs = teacher_of(trainer), trainer.objective.pairs.teacher
+    if trainer.role_devices:
+        return copied_teacher_fields(teacher, outputs, trainer)
+    return RoleFields((teacher_field(teacher, outputs),))
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
@@ -144,7 +150,15 @@ def teacher_of(trainer: Trainer) -> Role:
     """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
     require_no_pipeline(trainer, "distillation")
     cfg = trainer.cfg
-    own = Trainer(teacher_run(cfg), trainer.mesh)
+    if not cfg.distill.teacher_mesh:
+        own = Trainer(teacher_run(cfg), trainer.mesh)
+    elif not trainer.role_devices:
+        raise UserError("distill.teacher_mesh needs a trainer of devices; give it no mesh")
+    else:
+        try:
+            own = Trainer(teacher_run(cfg), devices=trainer.role_devices)
+        except UserError as e:
+            raise UserError(f"distill.teacher_mesh={cfg.distill.teacher_mesh}: {e}") from None
     params, _ = own.checkpoints.load_weights(source_of(cfg.distill.teacher))
     return Role("teacher", own, in_compute_dtype(own, params))
 
@@ -153,6 +167,7 @@ def teacher_run(cfg: Config) -> Config:
     """The config whose programs are the teacher's."""
     changes: dict[str, object] = {
         "model": teacher_config(cfg),
+        "mesh": mesh_of_teacher(cfg),
         "train": cfg.train.model_copy(update={"objective": "next_token", "freeze": []}),
         "precision": PrecisionConfig(compute=cfg.precision.compute),
         "optimizer": OptimizerConfig(),
@@ -179,6 +194,28 @@ def teacher_field(teacher: Role, outputs: tuple[int, ...] = ()) -> RoleField:
         if not whole:
             whole.update(teacher.compute(HEADS, batch))
         return teacher.compute(kind, batch) | whole
+
+    return compute
+
+
+def copied_teacher_fields(
+    teacher: Role, outputs: tuple[int, ...], trainer: Trainer
+) -> Callable[[Batch, HostBatch], Batch]:
+    """`teacher_field` of a teacher on devices of its own, copied to those of `trainer`."""
+    own, shardings = teacher.trainer, trainer.placer.shardings()
+    kind, whole = hidden_states_kind(outputs), {}
+
+    def compute(placed: Batch, given: HostBatch) -> Batch:
+        batch = own.place(given)
+        if not whole:
+            for name, table in teacher.compute(HEADS, batch).items():
+                whole[name] = jax.device_put(table, shardings[name])
+        width = batch["columns"].size
+        columns = columns_of_copy(width, own.parallel.cp, trainer.parallel.cp)
+        found = dict(whole)
+        for name, field in teacher.compute(kind, batch).items():
+            found[name] = copied_field(field, columns, shardings[name], own.mesh)
+        return found
 
     return compute
 
