@@ -32,7 +32,7 @@ from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
 from mjax.post.base.copied_fields import columns_of_copy, copied_field
-from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.base.roles import Role, in_compute_dtype, require_no_pipeline
 from mjax.post.distillation.stored_teacher import (
     IDS,
     LOG_PROBS,
@@ -104,11 +104,27 @@ def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
 
 
 def teacher_fields(trainer: Trainer) -> Callable[[Batch, HostBatch], Batch]:
-    """The fields that the teacher of a run computes for each batch."""
-    teacher, outputs = teacher_of(trainer), trainer.objective.pairs.teacher
-    if trainer.role_devices:
-        return copied_teacher_fields(teacher, outputs, trainer)
-    return RoleFields((teacher_field(teacher, outputs),))
+    """The fields that the teacher of a run computes for each batch; its head is computed once."""
+    teacher, kind = teacher_of(trainer), hidden_states_kind(trainer.objective.pairs.teacher)
+    own, shardings = teacher.trainer, trainer.placer.shardings()
+    whole = {}
+
+    def compute(placed: Batch, given: HostBatch) -> Batch:
+        if not trainer.role_devices:
+            batch = {name: placed[name] for name in own.placer.names}
+            whole.update(whole or teacher.compute(HEADS, batch))
+            return teacher.compute(kind, batch) | whole
+        batch, found = own.place(given), {}
+        if not whole:
+            for name, table in teacher.compute(HEADS, batch).items():
+                whole[name] = jax.device_put(table, shardings[name])
+        cps = own.parallel.cp, trainer.parallel.cp
+        columns = columns_of_copy(batch["columns"].size, *cps)
+        for name, field in teacher.compute(kind, batch).items():
+            found[name] = copied_field(field, columns, shardings[name], own.mesh)
+        return found | whole
+
+    return compute
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
@@ -179,45 +195,6 @@ def teacher_run(cfg: Config) -> Config:
     if not data_sources(cfg):  # it reads what the student draws
         changes["data"] = cfg.data.model_copy(update={"mock": True})
     return cfg.model_copy(update=changes)
-
-
-def teacher_field(teacher: Role, outputs: tuple[int, ...] = ()) -> RoleField:
-    """The fields that the teacher adds to a batch of the student; its head is computed once.
-
-    `outputs`: the numbers of its layers whose outputs are a field.
-    """
-    fields, kind = teacher.trainer.placer.names, hidden_states_kind(outputs)
-    whole = {}
-
-    def compute(placed: Batch) -> Batch:
-        batch = {name: placed[name] for name in fields}
-        if not whole:
-            whole.update(teacher.compute(HEADS, batch))
-        return teacher.compute(kind, batch) | whole
-
-    return compute
-
-
-def copied_teacher_fields(
-    teacher: Role, outputs: tuple[int, ...], trainer: Trainer
-) -> Callable[[Batch, HostBatch], Batch]:
-    """`teacher_field` of a teacher on devices of its own, copied to those of `trainer`."""
-    own, shardings = teacher.trainer, trainer.placer.shardings()
-    kind, whole = hidden_states_kind(outputs), {}
-
-    def compute(placed: Batch, given: HostBatch) -> Batch:
-        batch = own.place(given)
-        if not whole:
-            for name, table in teacher.compute(HEADS, batch).items():
-                whole[name] = jax.device_put(table, shardings[name])
-        width = batch["columns"].size
-        columns = columns_of_copy(width, own.parallel.cp, trainer.parallel.cp)
-        found = dict(whole)
-        for name, field in teacher.compute(kind, batch).items():
-            found[name] = copied_field(field, columns, shardings[name], own.mesh)
-        return found
-
-    return compute
 
 
 def from_each_token(

@@ -23,21 +23,17 @@ def copied_field(
     columns: for each column of the copy the one of `field`, int [S]; None: the same.
     """
     places = target.addressable_devices_indices_map(field.shape)
-    bounds = {device: index[0].indices(len(field)) for device, index in places.items()}
+    bounds = {device: index[0].indices(len(field))[:2] for device, index in places.items()}
     groups = math.gcd(len(set(bounds.values())), mesh.size)
-    size = len(field) // groups
-    grid = Mesh(mesh.devices.reshape(groups, -1), ("rows", "copies"))
-    cut = _with_columns(NamedSharding(grid, P("rows")))(field, columns)
-    parts: dict[int, list[jax.Array]] = {}
-    for shard in cut.addressable_shards:
-        parts.setdefault(shard.index[0].indices(len(field))[0] // size, []).append(shard.data)
-    pieces = []
-    for number, (device, (first, end, _)) in enumerate(bounds.items()):
-        holders = parts[first // size]
-        skipped = first // size * size
-        rows = slice(first - skipped, end - skipped)
-        piece = holders[number % len(holders)][rows, *places[device][1:]]
-        pieces.append(jax.device_put(piece, device))
+    grid = mesh.devices.reshape(groups, -1)
+    cut = _with_columns(NamedSharding(Mesh(grid, ("rows", "copies")), P("rows")))(field, columns)
+    parts = {shard.device: shard.data for shard in cut.addressable_shards}
+    size, pieces = len(field) // groups, []
+    for number, (device, (first, end)) in enumerate(bounds.items()):
+        group, skipped = divmod(first, size)
+        part = parts[grid[group, number % grid.shape[1]]]
+        rows = slice(skipped, skipped + end - first)
+        pieces.append(jax.device_put(part[rows, *places[device][1:]], device))
     return jax.make_array_from_single_device_arrays(field.shape, target, pieces)
 
 
