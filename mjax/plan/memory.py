@@ -138,10 +138,12 @@ def teacher_bytes(cfg: Config, sizes: dict[str, int], objective: TeacherReader) 
     """
     teacher, held = objective.teacher, 0.0
     if not cfg.distill.teacher_mesh:
-        held = teacher_role(cfg, objective, math.prod(sizes.values()))["weights"]
-    fields = 2 * _tokens_of_batch(cfg, sizes) * (1 + len(objective.outputs))
-    head = teacher.padded_vocab_size / sizes["tp"]
-    return held + WIDTH[cfg.precision.compute] * teacher.hidden_size * (fields + head)
+        devices = math.prod(sizes.values())
+        held = teacher_role(cfg, objective, devices)["weights"]
+    fields = 2 * _tokens_of_batch(cfg, sizes) * _field_bytes(cfg, objective)
+    words = teacher.padded_vocab_size / sizes["tp"]
+    head = WIDTH[cfg.precision.compute] * words * teacher.hidden_size
+    return held + fields + head
 
 
 def own_teacher_bytes(cfg: Config, rows: int, objective: TeacherReader) -> dict[str, float]:
@@ -151,11 +153,17 @@ def own_teacher_bytes(cfg: Config, rows: int, objective: TeacherReader) -> dict[
     rows of a batch by `rows`.
     """
     count = cfg.distill.teacher_mesh["devices"]
-    tokens = _tokens_of_batch(cfg, mesh_sizes(mesh_of_teacher(cfg), count))
-    cut = cfg.train.global_batch_size * cfg.data.seq_length / math.gcd(rows, count)
-    width = WIDTH[cfg.precision.compute] * objective.teacher.hidden_size
-    fields = width * (1 + len(objective.outputs)) * (tokens + 2 * cut)
+    sizes = mesh_sizes(mesh_of_teacher(cfg), count)
+    whole = cfg.train.global_batch_size * cfg.data.seq_length
+    tokens = _tokens_of_batch(cfg, sizes) + 2 * whole / math.gcd(rows, count)
+    fields = tokens * _field_bytes(cfg, objective)
     return teacher_role(cfg, objective, count) | {"fields": fields}
+
+
+def _field_bytes(cfg: Config, objective: TeacherReader) -> int:
+    """The bytes of the fields of a token that its teacher computes."""
+    width = WIDTH[cfg.precision.compute] * objective.teacher.hidden_size
+    return width * (1 + len(objective.outputs))
 
 
 def _tokens_of_batch(cfg: Config, sizes: dict[str, int]) -> float:
@@ -188,7 +196,10 @@ def _role_bytes(run: str, devices: int) -> dict[str, float]:
     sizes = mesh_sizes(cfg.mesh, devices)
     layers, width = held_layers(cfg, sizes), WIDTH[cfg.precision.compute]
     count = counts_on_device(cfg, sizes, definition_of(cfg.model).specs)
-    computed = [sum(t.bytes for t in kept(cfg, sizes, of, "none")) for of, _ in set(layers.each)]
+    computed = []
+    for kind, _ in set(layers.each):
+        tensors = kept(cfg, sizes, kind, "none")
+        computed.append(sum(tensor.bytes for tensor in tensors))
     # Of one micro-batch, for the weights are stored as matmuls read them: only ZeRO copies them.
     execution = replace(decide_evaluation(cfg, sizes), micro_batches=1)
     gathered = ParameterBytes(cfg, sizes, execution, count, layers).weights()

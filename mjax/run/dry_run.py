@@ -128,8 +128,8 @@ def plan_lines(trainer: Trainer) -> list[str]:
         lines.append(f"{role:<11} {size}, which the compiled step does not count")
     if trainer.role_devices and isinstance(trainer.objective, TeacherReader):
         own = own_teacher_bytes(cfg, sizes["dp"] * sizes["ep"], trainer.objective)
-        devices = f"{len(trainer.role_devices)} devices of its own"
-        lines.append(f"            {devices}: {estimate_text(own)} a device")
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in own.items())
+        lines.append(f"            {len(trainer.role_devices)} devices of its own: {parts} GB each")
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)
