@@ -198,4 +198,4 @@ def test_the_plan_names_what_both_kinds_of_devices_hold(teacher, capsys, monkeyp
     text = capsys.readouterr().out
     assert "pp=1 x dp=2 x ep=1 x cp=1 x tp=2: 4 x cpu" in text
     assert "teacher     0.000 GB a device, which the compiled step does not count" in text
-    assert "4 devices of its own: weights 0.000, forward pass 0.001, fields 0.000 GB each" in text
+    assert "4 devices of its own: weights 0.000, forward pass 0.000, fields 0.000 GB each" in text

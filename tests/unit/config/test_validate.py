@@ -699,14 +699,6 @@ BROKEN = {
         [*DISTILL, "mesh.pp=2"],
         "mesh.pp=2: the teacher of a step needs distill.stored=None",
     ),
-    "teachers_have_a_mesh": (
-        [*DISTILL, "distill.teacher_mesh={devices: 4, tp: 3}"],
-        "distill.teacher_mesh={'devices': 4, 'tp': 3} has sizes that do not divide its devices",
-    ),
-    "teachers_on_devices_are_live": (
-        [*DISTILL, "distill.stored=folder", "distill.teacher_mesh={devices: 4}"],
-        "distill.teacher_mesh={'devices': 4}: distill.stored='folder' needs no devices",
-    ),
     "outputs_of_layers_are_computed": (
         [*DISTILL, "distill.stored=folder", "distill.hidden_layers={0: 1}"],
         "distill.hidden_layers={0: 1}: distill.stored='folder' has no outputs of layers",
@@ -714,6 +706,14 @@ BROKEN = {
     "answers_are_rated_live": (
         [*DISTILL, "distill.student_share=1", "distill.stored=folder"],
         "distill.student_share=1.0: distill.stored='folder' has no answers that are yet to be",
+    ),
+    "teachers_have_a_mesh": (
+        [*DISTILL, "distill.teacher_mesh={devices: 4, tp: 3}"],
+        "distill.teacher_mesh={'devices': 4, 'tp': 3} has sizes that do not divide its devices",
+    ),
+    "teachers_on_devices_are_live": (
+        [*DISTILL, "distill.stored=folder", "distill.teacher_mesh={devices: 4}"],
+        "distill.teacher_mesh={'devices': 4}: distill.stored='folder' needs no devices",
     ),
     "groups_are_compared": (
         [*POLICY, "reinforce.group_size=1"],
