@@ -9,7 +9,7 @@ the global batch. So it depends neither on the mesh nor on the number of micro-b
 import functools
 import pkgutil
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -147,12 +147,17 @@ class LayerReader(Protocol):
 
 @runtime_checkable
 class TeacherReader(LayerReader, Protocol):
-    """An objective whose fields a model on the mesh of the run computes.
+    """An objective whose fields another model computes.
 
     teacher: that model. `outputs` are as many as the layers of it that are fields.
     """
 
     teacher: ModelConfig
+
+    def share_devices(
+        self, devices: Sequence[jax.Device]
+    ) -> tuple[list[jax.Device], list[jax.Device]]:
+        """(the devices of a run that train, those that the other model has for itself)."""
 
 
 OWN_WEIGHTS = "objective"  # the entry of the parameters that holds the weights of `LayerReader`

@@ -7,17 +7,18 @@ pure function of (config, sizes of the mesh, declared parameters).
 """
 
 import functools
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.config.languages.remat import offloaded
+from mjax.config.rules.distill_rules import mesh_of_teacher
 from mjax.config.rules.mesh_rules import mesh_sizes
-from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import Config, MeshConfig, OptimizerConfig
+from mjax.config.schema.run import Config, MeshConfig, OptimizerConfig, PrecisionConfig
 from mjax.kernels.loss.cross_entropy import cut_of
 from mjax.kernels.loss.rows import fits
 from mjax.models import definition_of
@@ -31,7 +32,7 @@ from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.pipeline.storage import storage_specs
 from mjax.plan.activations import Kept, kept
-from mjax.plan.execution import decide_execution, micro_batch_shape
+from mjax.plan.execution import decide_evaluation, decide_execution, micro_batch_shape
 from mjax.sharding.mesh import parallel_of_run
 from mjax.sharding.rules import ParamPlacement, place
 
@@ -121,29 +122,91 @@ def bytes_per_device(
         parts["critic"] = parts["masters"] + parts["moments"]
     objective = objective_of(cfg)
     if isinstance(objective, TeacherReader):
+        if not cfg.distill.teacher_mesh:  # its arrays take the places of the step's
+            temporary = sum(parts.values()) - parts["masters"] - parts["moments"]
+            forward = teacher_role(cfg, objective, devices)["forward pass"]
+            parts["teacher's forward pass"] = max(0.0, forward - temporary)
         parts["teacher"] = teacher_bytes(cfg, sizes, objective)
     return parts
 
 
 def teacher_bytes(cfg: Config, sizes: dict[str, int], objective: TeacherReader) -> float:
-    """The bytes of a teacher: its shards, and its fields of two batches, which are placed ahead.
+    """The bytes of a teacher on a device that trains.
 
-    A field is an array of the width of the teacher for each token (`post/teacher.py`).
+    They are its head, its fields of two batches, which are placed ahead, and its shards unless it
+    has devices of its own. A field is an array of its width for each token (`post/teacher.py`).
     """
-    teacher = objective.teacher
-    of_teacher = cfg.model_copy(update={"model": teacher})
-    count = counts_on_device(of_teacher, sizes, _specs_of(teacher.model_dump_json()))
-    rows = cfg.train.global_batch_size / (sizes["dp"] * sizes["ep"])
-    tokens = rows * cfg.data.seq_length / sizes["cp"]
-    fields = 2 * tokens * (1 + len(objective.outputs))
-    head = teacher.padded_vocab_size / sizes["tp"]
-    return WIDTH[cfg.precision.compute] * (count.shard + teacher.hidden_size * (fields + head))
+    teacher, held = objective.teacher, 0.0
+    if not cfg.distill.teacher_mesh:
+        devices = math.prod(sizes.values())
+        held = teacher_role(cfg, objective, devices)["weights"]
+    fields = 2 * _tokens_of_batch(cfg, sizes) * _field_bytes(cfg, objective)
+    words = teacher.padded_vocab_size / sizes["tp"]
+    head = WIDTH[cfg.precision.compute] * words * teacher.hidden_size
+    return held + fields + head
 
 
-@functools.lru_cache(maxsize=4)
-def _specs_of(model: str) -> dict:
-    """The declarations of the parameters of a model, whose config is JSON here."""
-    return definition_of(ModelConfig.model_validate_json(model)).specs
+def own_teacher_bytes(cfg: Config, rows: int, objective: TeacherReader) -> dict[str, float]:
+    """The bytes of a teacher on a device of its own, by what they are for.
+
+    Its fields are there as it computes them, and cut for the devices that train, which divide the
+    rows of a batch by `rows`.
+    """
+    count = cfg.distill.teacher_mesh["devices"]
+    sizes = mesh_sizes(mesh_of_teacher(cfg), count)
+    whole = cfg.train.global_batch_size * cfg.data.seq_length
+    tokens = _tokens_of_batch(cfg, sizes) + 2 * whole / math.gcd(rows, count)
+    fields = tokens * _field_bytes(cfg, objective)
+    return teacher_role(cfg, objective, count) | {"fields": fields}
+
+
+def _field_bytes(cfg: Config, objective: TeacherReader) -> int:
+    """The bytes of the fields of a token that its teacher computes."""
+    width = WIDTH[cfg.precision.compute] * objective.teacher.hidden_size
+    return width * (1 + len(objective.outputs))
+
+
+def _tokens_of_batch(cfg: Config, sizes: dict[str, int]) -> float:
+    """The tokens of a global batch that a device has."""
+    tokens = cfg.train.global_batch_size * cfg.data.seq_length
+    return tokens / (sizes["dp"] * sizes["ep"] * sizes["cp"])
+
+
+def teacher_role(cfg: Config, objective: TeacherReader, devices: int) -> dict[str, float]:
+    """`_role_bytes` of a teacher on its mesh of so many devices."""
+    own = {
+        "model": objective.teacher,
+        "mesh": mesh_of_teacher(cfg),
+        "train": cfg.train.model_copy(update={"remat": "full"}),  # it has no backward
+        "precision": PrecisionConfig(compute=cfg.precision.compute),
+        "optimizer": OptimizerConfig(),
+    }
+    return _role_bytes(cfg.model_copy(update=own).model_dump_json(), devices)
+
+
+@functools.lru_cache(maxsize=64)
+def _role_bytes(run: str, devices: int) -> dict[str, float]:
+    """The bytes of a frozen role on a device, its config being JSON here.
+
+    They are its shards, and what its forward pass needs beside them, at most: what ZeRO gathers,
+    the weights of a layer, which a loop takes from their stacks, all that the layer computes, its
+    input and its output.
+    """
+    cfg = Config.model_validate_json(run)
+    sizes = mesh_sizes(cfg.mesh, devices)
+    layers, width = held_layers(cfg, sizes), WIDTH[cfg.precision.compute]
+    count = counts_on_device(cfg, sizes, definition_of(cfg.model).specs)
+    computed = []
+    for kind, _ in set(layers.each):
+        tensors = kept(cfg, sizes, kind, "none")
+        computed.append(sum(tensor.bytes for tensor in tensors))
+    # Of one micro-batch, for the weights are stored as matmuls read them: only ZeRO copies them.
+    execution = replace(decide_evaluation(cfg, sizes), micro_batches=1)
+    gathered = ParameterBytes(cfg, sizes, execution, count, layers).weights()
+    rows, length = micro_batch_shape(cfg, sizes)
+    streams = 2 * rows * length * cfg.model.hidden_size
+    forward = gathered + width * (count.whole_layer + streams) + max(computed)
+    return {"weights": width * count.shard, "forward pass": forward}
 
 
 def _reference_bytes(cfg: Config, count: Counts) -> float:

@@ -1,6 +1,8 @@
-"""The teacher of a distillation: a role with a trainer of its own, on the mesh of the student.
+"""The teacher of a distillation: a role with a trainer of its own.
 
 Its programs leave activations where the student's batch has its tokens, so they are fields of it.
+It lies on the mesh of the student, or on devices of its own (`distill.teacher_mesh`). From those
+the activations are copied, and its head once.
 """
 
 import functools
@@ -15,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.rules.data_rules import data_sources
+from mjax.config.rules.distill_rules import mesh_of_teacher
 from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.checkpoint import CheckpointConfig
 from mjax.config.schema.lora import LoraConfig
@@ -28,7 +31,8 @@ from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
-from mjax.post.base.roles import Role, RoleField, RoleFields, in_compute_dtype, require_no_pipeline
+from mjax.post.base.copied_fields import columns_of_copy, copied_field
+from mjax.post.base.roles import Role, in_compute_dtype, require_no_pipeline
 from mjax.post.distillation.stored_teacher import (
     IDS,
     LOG_PROBS,
@@ -99,10 +103,28 @@ def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
     return replace(data, training=stream, record_at=record_at, **live)
 
 
-def teacher_fields(trainer: Trainer) -> RoleFields:
-    """The fields that the teacher of a run computes for each batch."""
-    outputs = trainer.objective.pairs.teacher
-    return RoleFields((teacher_field(teacher_of(trainer), outputs),))
+def teacher_fields(trainer: Trainer) -> Callable[[Batch, HostBatch], Batch]:
+    """The fields that the teacher of a run computes for each batch; its head is computed once."""
+    teacher, kind = teacher_of(trainer), hidden_states_kind(trainer.objective.pairs.teacher)
+    own, shardings = teacher.trainer, trainer.placer.shardings()
+    whole = {}
+
+    def compute(placed: Batch, given: HostBatch) -> Batch:
+        if not trainer.role_devices:
+            batch = {name: placed[name] for name in own.placer.names}
+            whole.update(whole or teacher.compute(HEADS, batch))
+            return teacher.compute(kind, batch) | whole
+        batch, found = own.place(given), {}
+        if not whole:
+            for name, table in teacher.compute(HEADS, batch).items():
+                whole[name] = jax.device_put(table, shardings[name])
+        cps = own.parallel.cp, trainer.parallel.cp
+        columns = columns_of_copy(batch["columns"].size, *cps)
+        for name, field in teacher.compute(kind, batch).items():
+            found[name] = copied_field(field, columns, shardings[name], own.mesh)
+        return found | whole
+
+    return compute
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
@@ -144,7 +166,15 @@ def teacher_of(trainer: Trainer) -> Role:
     """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
     require_no_pipeline(trainer, "distillation")
     cfg = trainer.cfg
-    own = Trainer(teacher_run(cfg), trainer.mesh)
+    if not cfg.distill.teacher_mesh:
+        own = Trainer(teacher_run(cfg), trainer.mesh)
+    elif not trainer.role_devices:
+        raise UserError("distill.teacher_mesh needs a trainer of devices; give it no mesh")
+    else:
+        try:
+            own = Trainer(teacher_run(cfg), devices=trainer.role_devices)
+        except UserError as e:
+            raise UserError(f"distill.teacher_mesh={cfg.distill.teacher_mesh}: {e}") from None
     params, _ = own.checkpoints.load_weights(source_of(cfg.distill.teacher))
     return Role("teacher", own, in_compute_dtype(own, params))
 
@@ -153,6 +183,7 @@ def teacher_run(cfg: Config) -> Config:
     """The config whose programs are the teacher's."""
     changes: dict[str, object] = {
         "model": teacher_config(cfg),
+        "mesh": mesh_of_teacher(cfg),
         "train": cfg.train.model_copy(update={"objective": "next_token", "freeze": []}),
         "precision": PrecisionConfig(compute=cfg.precision.compute),
         "optimizer": OptimizerConfig(),
@@ -164,23 +195,6 @@ def teacher_run(cfg: Config) -> Config:
     if not data_sources(cfg):  # it reads what the student draws
         changes["data"] = cfg.data.model_copy(update={"mock": True})
     return cfg.model_copy(update=changes)
-
-
-def teacher_field(teacher: Role, outputs: tuple[int, ...] = ()) -> RoleField:
-    """The fields that the teacher adds to a batch of the student; its head is computed once.
-
-    `outputs`: the numbers of its layers whose outputs are a field.
-    """
-    fields, kind = teacher.trainer.placer.names, hidden_states_kind(outputs)
-    whole = {}
-
-    def compute(placed: Batch) -> Batch:
-        batch = {name: placed[name] for name in fields}
-        if not whole:
-            whole.update(teacher.compute(HEADS, batch))
-        return teacher.compute(kind, batch) | whole
-
-    return compute
 
 
 def from_each_token(

@@ -41,7 +41,7 @@ from mjax.plan.chips import chip_of_kind
 from mjax.plan.execution import count_micro_batches, execution_lines
 from mjax.plan.hlo_collectives import exchange_lines, read_exchanges
 from mjax.plan.kernel_lines import kernel_lines
-from mjax.plan.memory import bytes_per_device, held_layers, teacher_bytes
+from mjax.plan.memory import bytes_per_device, held_layers, own_teacher_bytes
 from mjax.run.monitor import metrics
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
@@ -122,26 +122,30 @@ def plan_lines(trainer: Trainer) -> list[str]:
         key = "lora" if cfg.lora.rank else "train.freeze"
         lines.append(f"frozen      {count_frozen(weights):,} of them, by {key}")
     lines += wide_adapters(trainer.specs)
-    if isinstance(trainer.objective, TeacherReader):
-        size = teacher_bytes(cfg, sizes, trainer.objective) / 1e9
-        lines.append(f"teacher     {size:.3f} GB a device, which the compiled step does not count")
+    need = bytes_per_device(cfg, cfg.mesh, trainer.mesh.size, trainer.specs)
+    for role in {"reference", "teacher"}.intersection(need):
+        size = f"{need[role] / 1e9:.3f} GB a device"
+        lines.append(f"{role:<11} {size}, which the compiled step does not count")
+    if trainer.role_devices and isinstance(trainer.objective, TeacherReader):
+        own = own_teacher_bytes(cfg, sizes["dp"] * sizes["ep"], trainer.objective)
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in own.items())
+        lines.append(f"            {len(trainer.role_devices)} devices of its own: {parts} GB each")
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)
     if peak:
         fastest = 1000 * flops * tokens / (trainer.mesh.size * peak * 1e12)
         lines.append(f"            {fastest:,.1f} ms a step at the chip's peak of {peak:g} TFLOP/s")
-    return lines + estimate_lines(trainer, execution)
+    return lines + estimate_lines(trainer, execution, need)
 
 
-def estimate_lines(trainer: Trainer, execution: Execution) -> list[str]:
+def estimate_lines(trainer: Trainer, execution: Execution, need: dict[str, float]) -> list[str]:
     """The estimates of memory and time; nothing for devices that no table knows."""
     cfg, sizes, specs = trainer.cfg, dict(trainer.mesh.shape), trainer.specs
     devices = list(trainer.mesh.devices.flat)
     chip = chip_of_kind(devices[0].device_kind)
     if chip is None or chip.details is None:
         return []
-    need = bytes_per_device(cfg, cfg.mesh, len(devices), specs)
     limit = device_memory(devices)
     lines = [f"memory      {estimate_text(need)} (of {limit / 1e9:.1f} that JAX may use)"]
     parts = roofline.step_parts(cfg, sizes, execution, specs, chip)

@@ -25,7 +25,7 @@ from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
-from mjax.objectives.objective import Objective, OwnAxes, objective_of, own_specs
+from mjax.objectives.objective import Objective, OwnAxes, TeacherReader, objective_of, own_specs
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -45,7 +45,7 @@ from mjax.train.state import state_layout
 from mjax.train.token_scores import SCORES
 
 
-def no_fields(placed: Batch) -> Batch:
+def no_fields(placed: Batch, given: HostBatch | None = None) -> Batch:
     """The fields of no roles."""
     return {}
 
@@ -81,6 +81,9 @@ class Trainer:
         require_named("precision.fp8_rules", [of for of, _ in cfg.precision.fp8_rules], specs)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten().tolist()
+        self.role_devices: list[jax.Device] = []  # those of a role, where it has its own
+        if mesh is None and isinstance(self.objective, TeacherReader):
+            devices, self.role_devices = self.objective.share_devices(devices)
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         for name in cfg.precision.fp8_recipes:
@@ -107,8 +110,9 @@ class Trainer:
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
         # Compute fields that a batch was given without (`post/base/roles.py`): those of frozen
-        # roles when it is placed, maybe steps ahead; those of live weights when it is used.
-        self.role_fields: Callable[[Batch], Batch] = no_fields
+        # roles when it is placed, maybe steps ahead; those of live weights when it is used. The
+        # former see the batch as it was given, too.
+        self.role_fields: Callable[[Batch, HostBatch], Batch] = no_fields
         self.live_role_fields: Callable[[Batch], Batch] = no_fields
         self.state: steps.State | None = None
         self.step_number = 0
@@ -324,7 +328,7 @@ class Trainer:
                 f"batch: {', '.join(awaited)} is computed by a role, which this command has none "
                 "of; mjax preference, distill and reinforce have theirs"
             )
-        return placed | self.role_fields(placed)
+        return placed | self.role_fields(placed, batch)
 
     def _place_for_use(self, batch: HostBatch) -> Batch:
         """The batch on the devices, for a program that reads the weights as they are now."""

@@ -1,9 +1,10 @@
 """The rules about `distill`: a part of the table of rules (`validate.py`)."""
 
 from collections.abc import Iterator
+from math import prod
 
 from mjax.config.rules.rule import rule, rules_of
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import Config, MeshConfig
 
 
 @rule("take a decoder of text alone, with model.num_nextn_predict_layers=0")
@@ -38,6 +39,31 @@ def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
 def answers_are_rated_live(c: Config) -> Iterator[str]:
     if c.distill.student_share and c.distill.stored is not None:
         yield "`distill.student_share`: `distill.stored` has no answers that are yet to be drawn"
+
+
+@rule("give {devices: 4, tp: 2}, say: a number of devices, which the sizes divide")
+def teachers_have_a_mesh(c: Config) -> Iterator[str]:
+    own = c.distill.teacher_mesh
+    if not own:
+        return
+    if "devices" not in own:
+        yield "`distill.teacher_mesh` has no number of devices"
+    elif own["devices"] % prod(size for name, size in own.items() if name != "devices"):
+        yield "`distill.teacher_mesh` has sizes that do not divide its devices"
+
+
+@rule("leave distill.teacher_mesh out, or give distill.teacher alone")
+def teachers_on_devices_are_live(c: Config) -> Iterator[str]:
+    if c.distill.teacher_mesh and c.distill.stored is not None:
+        yield "`distill.teacher_mesh`: `distill.stored` needs no devices"
+
+
+def mesh_of_teacher(c: Config) -> MeshConfig:
+    """The mesh of the teacher: that of the run, or the one of `distill.teacher_mesh`."""
+    own = {name: size for name, size in c.distill.teacher_mesh.items() if name != "devices"}
+    if not c.distill.teacher_mesh:
+        return c.mesh
+    return MeshConfig.model_validate({"zero": c.mesh.zero, **own})
 
 
 DISTILL_RULES = rules_of(globals())

@@ -268,8 +268,8 @@ NEEDS = (
         "preference",
     ),
     _objective(
-        "distill: teacher stored beta temperature student_share label_weight hidden_layers "
-        "hidden_losses",
+        "distill: teacher teacher_mesh stored beta temperature student_share label_weight "
+        "hidden_layers hidden_losses",
         "distill",
     ),
     _objective("reward: loss_type center_rewards_coefficient", "reward"),

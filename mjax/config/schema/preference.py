@@ -6,7 +6,7 @@ from pydantic import Field
 
 from mjax.config.languages.paths import PathText
 from mjax.config.schema.base import Group
-from mjax.config.schema.sizes import StepKey
+from mjax.config.schema.sizes import StepKey, UpTo20
 
 PairLoss = Literal[
     "sigmoid",
@@ -103,6 +103,10 @@ class DistillConfig(Group):
     teacher: PathText | None = None
     """A folder of the teacher's weights, a run or org/name of the hub; its vocabulary is the
     student's.
+    """
+    teacher_mesh: dict[Literal["devices", "cp", "ep", "tp"], Annotated[UpTo20, Field(ge=1)]] = {}
+    """The teacher's own devices, the last of the run, and the sizes of their mesh: {devices: 4,
+    tp: 2}, say; dp is the rest. {}: it lies on the mesh of the student.
     """
     stored: PathText | None = None
     """A folder of the teacher's likeliest tokens, which `mjax distill --write FOLDER` makes; the

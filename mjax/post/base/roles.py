@@ -2,9 +2,10 @@
 
 A role is the policy, a reference, a teacher, a reward model or a critic. It has its own weights,
 frozen flag and dtype. Its trainer has the mesh and the programs: that of the policy, or one of its
-own. Its results are fields of the batch (`BatchField.is_computed`), and no gradient flows through a
-field. They come from a forward pass of the same step (`RoleFields`, which the policy's trainer
-calls for each batch), or from files (`post/base/stored_scores.py`).
+own, perhaps on devices of its own (`post/base/own_devices.py`). Its results are fields of the batch
+(`BatchField.is_computed`), and no gradient flows through a field. They come from a forward pass of
+the same step (`RoleFields`, which the policy's trainer calls for each batch), or from files
+(`post/base/stored_scores.py`).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
-from mjax.objectives.fields import Batch
+from mjax.objectives.fields import Batch, HostBatch
 from mjax.sharding.spec import trained_only
 from mjax.train.program_kind import ProgramKind
 from mjax.train.trainer import Trainer
@@ -61,11 +62,11 @@ RoleField = Callable[[Batch], Batch]
 
 @dataclass(frozen=True)
 class RoleFields:
-    """The fields that roles compute for each batch, one after the other."""
+    """The fields that roles on the trainer's mesh compute for each batch, one after the other."""
 
     fields: tuple[RoleField, ...]
 
-    def __call__(self, placed: Batch) -> Batch:
+    def __call__(self, placed: Batch, given: HostBatch | None = None) -> Batch:
         found: Batch = {}
         for field in self.fields:
             found |= field(placed | found)

@@ -6,7 +6,7 @@ teacher computes (`teacher.py`). The logits of both exist for a chunk of tokens 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +27,7 @@ from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, Scalars
 from mjax.objectives.next_token import NextToken
+from mjax.post.base.own_devices import split_devices
 from mjax.post.distillation.hidden_losses import LayerPairs, layer_pairs
 from mjax.post.distillation.stored_teacher import IDS, LOG_PROBS, TeacherStore
 from mjax.post.distillation.teacher_vocabulary import require_leading_tokens
@@ -99,6 +100,17 @@ class Distillation(TeacherLoss):
         """The lengths of the axes that no other objective has."""
         lengths = {"vocab": self.teacher.padded_vocab_size, "teacher_layers": len(self.outputs)}
         return lengths | {"teacher_width": self.teacher.hidden_size}
+
+    def share_devices(
+        self, devices: Sequence[jax.Device]
+    ) -> tuple[list[jax.Device], list[jax.Device]]:
+        own = self.settings.teacher_mesh
+        if not own:
+            return list(devices), []
+        what = f"distill.teacher_mesh={own}"
+        if jax.process_count() > 1:
+            raise UserError(f"{what} is built for one process; leave it out, or start one")
+        return split_devices(devices, own["devices"], what)
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context

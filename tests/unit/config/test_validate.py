@@ -716,6 +716,14 @@ BROKEN = {
         [*DISTILL, "distill.student_share=1", "distill.stored=folder"],
         "distill.student_share=1.0: distill.stored='folder' has no answers that are yet to be",
     ),
+    "teachers_have_a_mesh": (
+        [*DISTILL, "distill.teacher_mesh={devices: 4, tp: 3}"],
+        "distill.teacher_mesh={'devices': 4, 'tp': 3} has sizes that do not divide its devices",
+    ),
+    "teachers_on_devices_are_live": (
+        [*DISTILL, "distill.stored=folder", "distill.teacher_mesh={devices: 4}"],
+        "distill.teacher_mesh={'devices': 4}: distill.stored='folder' needs no devices",
+    ),
     "groups_are_compared": (
         [*POLICY, "reinforce.group_size=1"],
         "reinforce.group_size=1 leaves reinforce.loss_type='grpo' nothing to compare",
