@@ -29,6 +29,7 @@ from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_
 from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.post.reinforce_batches import World
 from mjax.post.rollouts.collector import seed_of
+from mjax.post.rollouts.engine_place import training_devices
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
 from mjax.run.resume import begin, restored_record
@@ -47,7 +48,8 @@ class TrainingClient:
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
-        self.trainer = Trainer(cfg, mesh)
+        devices = training_devices(cfg, jax.devices()) if mesh is None else None
+        self.trainer = Trainer(cfg, mesh, devices)
         self.trainer.require_plain_update("TrainingClient")
         begin(self.trainer)
         if self.trainer.state is None:
