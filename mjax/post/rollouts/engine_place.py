@@ -16,7 +16,6 @@ from mjax.config.rules.mesh_rules import MESH_RULES
 from mjax.config.rules.model_rules import MODEL_RULES
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
-from mjax.infer.stages.layers_in_stages import stages_for
 from mjax.post.base.own_devices import split_devices
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import make_mesh, parallel_of
@@ -101,7 +100,6 @@ def _engine_mesh(cfg: Config, sizes: Mapping[str, int], devices: Sequence[jax.De
             # A step of the engine has one token a row, which tp does not cut.
             if rule.name != "tp_divides_seq_length" and (line := rule.error(run)):
                 raise UserError(line)
-        stages_for(cfg.model, mesh.pp)
         return make_mesh(mesh, devices)
     except UserError as error:
         raise UserError(f"reinforce.engine: {error}") from error
