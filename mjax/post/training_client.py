@@ -24,7 +24,7 @@ from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import NEXT_TOKEN, objective_of
 from mjax.objectives.token_loss import TokenLoss
 from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import require_no_pipeline, values_in_order
+from mjax.post.base.roles import values_in_order
 from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.post.reinforce_batches import World
@@ -194,8 +194,8 @@ class TrainingClient:
 
         They are the trainer's, at the temperature of reinforce.sampling.
         """
-        require_no_pipeline(self.trainer, "log_probs")
-        pack, (_, learner) = self._packed(transcripts), self._learner("cross_entropy", {})
+        pack = self._packed(transcripts)
+        _, learner = self._learner("cross_entropy", {})
         kind = log_probs_kind(True, self.trainer.cfg.reinforce.temperature)
         placed = learner.place(pack.batch())
         found = learner.run_placed(kind, placed, self.trainer.weights())

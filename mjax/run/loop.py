@@ -59,10 +59,8 @@ def train(
     """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
 
     The batches are those of `batch_source`, by default of the datasets that `cfg.data` names. Mesh
-    and devices are those of `Trainer`.
-
-    Raises `UserError` for mistakes of the user, `NonFiniteLoss` when training diverges and
-    `ReplicasDiffer` when a device errs.
+    and devices are those of `Trainer`. Raises `UserError` for mistakes of the user, `NonFiniteLoss`
+    when training diverges and `ReplicasDiffer` when a device errs.
     """
     stopper = Stopper(cfg.train.max_minutes)
     require_trackers(cfg.log)
@@ -109,11 +107,16 @@ def train(
             stop_reason = train_steps(run, stopper)
             loss = finish(run, stop_reason)
         if stop_reason != SIGNALED:
-            is_first = jax.process_index() == 0
-            if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
-                log.say(line)
-            say_samples(run)
+            say_results(run, loss)
         log.say(wall.line())
+
+
+def say_results(run: TrainingRun, loss: float | None) -> None:
+    """Compare the held-out loss at the end, if there is one, and show samples."""
+    is_first = jax.process_index() == 0
+    if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
+        run.log.say(line)
+    say_samples(run)
 
 
 def train_steps(run: TrainingRun, stopper: Stopper) -> int:

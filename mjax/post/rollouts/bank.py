@@ -51,7 +51,8 @@ class Bank:
         for number, group in self.groups.items():
             rollouts = [_rollout_record(ends(rollout)) for rollout in group.rollouts]
             groups[str(number)] = {"begun": group.begun, "rollouts": rollouts}
-        return dataclasses.asdict(dataclasses.replace(self, groups={})) | {"groups": groups}
+        own = {"cursor": self.cursor, "skipped": self.skipped, "groups": groups}
+        return own | {"drawn": self.drawn, "dropped": self.dropped}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Bank":

@@ -128,7 +128,7 @@ class RolloutStream:
     def _draw(self, step: int, is_last: bool) -> None:
         """Take the rollouts of a phase, and make the batches of its steps.
 
-        Where the engine may draw ahead, it goes on with the next phase meanwhile.
+        Meanwhile the engine goes on with the next phase, if it may draw ahead.
         """
         settings, collector, policy = self.settings, self.collector, self.collector.policy
         ahead, depth = self._depths

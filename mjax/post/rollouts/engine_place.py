@@ -1,4 +1,4 @@
-"""Where the engine of a policy runs: on the trainer's devices, or on the last ones of the run.
+"""The place of a policy's engine: on the trainer's devices, or on the last ones of the run.
 
 Weights are cut on the trainer's devices as the engine has them, then copied shard by shard.
 Invariant: a shard that a device of the engine wants lies whole on a device of the trainer, so no
@@ -22,7 +22,7 @@ from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.train.trainer import Trainer
 
 PLACE_OPTIONS = "devices", "dp", "tp", "pp", "ep"
-_KEY = "reinforce.engine: devices"
+_DEVICES = "reinforce.engine: devices"
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class EnginePlace:
 
 
 def training_devices(cfg: Config, devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Those of the devices of a run that the engine leaves to the trainer."""
-    count = _sizes_of(cfg.reinforce.engine).get("devices")
+    """The devices of a run that its engine leaves to the trainer."""
+    count = _numbers_of_devices(cfg.reinforce.engine).get("devices")
     if count is None:
         return list(devices)
     if jax.process_count() > 1:
-        raise UserError(f"{_KEY}={count} is built for one process; start it without a launcher")
-    return split_devices(devices, count, _KEY)[0]
+        raise UserError(f"{_DEVICES}={count} is built for one process; start it without a launcher")
+    return split_devices(devices, count, _DEVICES)[0]
 
 
-def place_of(trainer: Trainer, options: Mapping[str, Any]) -> EnginePlace:
+def engine_place_of(trainer: Trainer, options: Mapping[str, Any]) -> EnginePlace:
     """The place of a trainer's engine. Raises `UserError` for devices or sizes that do not fit."""
-    sizes, own = _sizes_of(options), trainer.mesh.devices.flatten().tolist()
+    sizes, own = _numbers_of_devices(options), trainer.mesh.devices.flatten().tolist()
     if not sizes:
         return EnginePlace(trainer.mesh, trainer.mesh)
     count = sizes.pop("devices", None)
     if count is None:
         mesh = _engine_mesh(trainer.cfg, sizes, own)
         return EnginePlace(mesh, mesh)
-    apart = split_devices(jax.devices(), count, _KEY)[1]
+    apart = split_devices(jax.devices(), count, _DEVICES)[1]
     if not set(apart).isdisjoint(own):
         raise UserError(
-            f"{_KEY}={count}: the trainer has some of the last {count} devices; give it others, as "
-            "mjax reinforce does"
+            f"{_DEVICES}={count}: the trainer has some of the last {count} devices; give it "
+            "others, as mjax reinforce does"
         )
     mesh = _engine_mesh(trainer.cfg, sizes, apart)
     cuts = mesh.size // mesh.shape["dp"]
@@ -82,7 +82,7 @@ def place_of(trainer: Trainer, options: Mapping[str, Any]) -> EnginePlace:
     return EnginePlace(mesh, source)
 
 
-def _sizes_of(options: Mapping[str, Any]) -> dict[str, int]:
+def _numbers_of_devices(options: Mapping[str, Any]) -> dict[str, int]:
     """The options that are numbers of devices."""
     sizes = {name: options[name] for name in PLACE_OPTIONS if name in options}
     for name, size in sizes.items():

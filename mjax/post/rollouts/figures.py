@@ -50,7 +50,7 @@ def time_figures(seconds: Mapping[str, float]) -> PhaseFigures:
     found = {f"seconds/{name}": value for name, value in seconds.items()}
     whole, share = sum(seconds.values()), seconds["rollout"]
     if "waiting" in seconds:
-        whole, share = whole - share - seconds["rewards"], seconds["waiting"]
+        whole, share = whole - share - seconds.get("rewards", 0.0), seconds["waiting"]
     return found | {"rollout_share": share / whole if whole else 0.0}
 
 

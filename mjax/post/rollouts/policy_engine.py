@@ -28,7 +28,7 @@ from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
 from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.pipeline.storage import sharded_by_stages
-from mjax.post.rollouts.engine_place import PLACE_OPTIONS, place_of
+from mjax.post.rollouts.engine_place import PLACE_OPTIONS, engine_place_of
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.spec import is_spec, trained_only
 from mjax.train.trainer import Trainer
@@ -58,7 +58,7 @@ class PolicyEngine:
             )
         self.trainer, self.tokenizer, self.ends = trainer, tokenizer, ends
         self.engine: Engine | None = None
-        self.place = place_of(trainer, options)
+        self.place = engine_place_of(trainer, options)
         options = {name: options[name] for name in options if name not in PLACE_OPTIONS}
         self._dtype = jnp.dtype(trainer.cfg.precision.compute)
         self._form = form_of(options.get("weight_dtype"), trainer.definition.specs)

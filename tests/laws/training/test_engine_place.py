@@ -21,6 +21,7 @@ from tests.laws.run.test_failures import losses
 from tests.laws.training import test_reinforcement as sister
 from tests.laws.training.test_reinforcement import (
     LONG,
+    RATED,
     Killed,
     assert_as_on_one_device,
     config,
@@ -45,7 +46,7 @@ def engine(text: str) -> str:
 
 PLACES = {
     "pipeline, engine apart": ((*PIPELINE, engine("devices: 4, tp: 2, dp: 2")), ()),
-    "pipeline, engine in its stages": (PIPELINE, ()),
+    "pipeline, engine in its stages, rated by roles": (PIPELINE, RATED),
     "pipeline, engine over tp": ((*PIPELINE, engine("tp: 4")), ()),
     "parts, engine apart": ((*PARTS, engine("devices: 3")), ()),
     "parts, engine apart in stages": ((*PARTS, engine("devices: 4, pp: 2")), ()),
@@ -126,12 +127,12 @@ def test_a_run_that_is_killed_as_it_draws_ahead_ends_with_the_bits_of_another(
     tmp_path, monkeypatch, keys, kills
 ):
     """A checkpoint has the phase that is drawn ahead, whose weights are gone by then."""
-    keys = *AHEAD, *keys, "checkpoint.interval=1", "mesh.dp=2", engine("devices: 2, tp: 2")
+    keys = *AHEAD, *keys, "checkpoint.interval=1", engine("devices: 1")
     whole, parts = config(tmp_path / "whole", *keys), config(tmp_path / "parts", *keys)
-    run(whole, devices=2)
+    run(whole, devices=1)
     for number in kills:
-        run_until_killed(lambda cfg: run(cfg, devices=2), parts, number, monkeypatch)
-    run(parts, devices=2)
+        run_until_killed(lambda cfg: run(cfg, devices=1), parts, number, monkeypatch)
+    run(parts, devices=1)
     jax.tree.map(np.testing.assert_array_equal, final_params(parts), final_params(whole))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     names = "reward", "completions/mean_length", "staleness_max", "groups_dropped"
@@ -141,7 +142,7 @@ def test_a_run_that_is_killed_as_it_draws_ahead_ends_with_the_bits_of_another(
 
 @slow
 def test_a_run_that_ends_as_it_draws_ahead_goes_on_with_what_it_has(tmp_path, monkeypatch):
-    cfg = config(tmp_path, *AHEAD, "mesh.dp=2", engine("devices: 2"), "checkpoint.interval=1")
+    cfg = config(tmp_path, *AHEAD, engine("devices: 1"), "checkpoint.interval=1")
     update, count = Trainer.step, 0
 
     def ended(self, *given):
@@ -153,9 +154,9 @@ def test_a_run_that_ends_as_it_draws_ahead_goes_on_with_what_it_has(tmp_path, mo
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Trainer, "step", ended)
-        run(cfg, devices=2)
+        run(cfg, devices=1)
     assert not [t for t in threading.enumerate() if t.name.startswith("rollouts") and is_busy(t)]
-    run(cfg, devices=2)
+    run(cfg, devices=1)
     assert [r["step"] for r in figures(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -167,7 +168,7 @@ def is_busy(thread: threading.Thread) -> bool:
 
 @slow
 def test_adapters_alone_are_moved(tmp_path):
-    cfg = config(tmp_path, "lora.rank=4", "mesh.dp=2", engine("devices: 2, tp: 2"))
+    cfg = config(tmp_path, "lora.rank=4", "mesh.tp=2", engine("devices: 2, tp: 2"))
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
     trainer.init()
     policy = World(trainer).policy
