@@ -10,7 +10,9 @@ tick alone, hence collectives over the other axes may stand in its branches. Emb
 and head are replicated over pp: the gradient rule sums their parts, tied or not.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -272,6 +274,57 @@ def pipeline_losses(
     There are no gradients and no dropout. `zeros` has a zero for each loss, `nothing` for each
     statistic that the model makes in evaluation.
     """
+
+    def head(y: Activation, micro_batch: Batch, number: jax.Array) -> Scalars:
+        return model.head_losses(weights, y, micro_batch, None)[0]
+
+    return _forward_sums(model, layout, weights, micro_batches, head, zeros, nothing)
+
+
+def pipeline_outputs(
+    model: LocalModel,
+    layout: Layout,
+    weights: dict,
+    micro_batches: Batch,
+    output: Callable[[Activation, Batch], Any],
+) -> Any:
+    """The `output` of the last layers' activation for each micro-batch, [m, ...], equal over pp.
+
+    It is a tree of arrays of numbers. There are no gradients and no dropout.
+    """
+    count = len(micro_batches["rows"])
+
+    def head(y: Activation, micro_batch: Batch, number: jax.Array) -> Any:
+        is_own = jnp.arange(count) == number
+        found = output(y, micro_batch)
+        return jax.tree.map(lambda one: jnp.where(_along(is_own, one), one, 0), found)
+
+    device = Device(
+        model, layout, make_schedule(layout.pp, layout.v, count), weights, micro_batches
+    )
+    micro_batch = device.micro_batch(0)
+    x = jax.eval_shape(device.embed, device.edge_weights, micro_batch)
+    shapes = jax.eval_shape(head, x, micro_batch, 0)
+    given = model, layout, weights, micro_batches
+    found, _ = _forward_sums(*given, head, _zeros_like(shapes), {})
+    return jax.tree.map(lambda each: model.placement.parallel.psum(each, "pp"), found)
+
+
+def _along(mask: jax.Array, one: jax.Array) -> jax.Array:
+    """A mask [m] as [m, 1, ..], for arrays like `one` of each micro-batch."""
+    return mask.reshape(-1, *[1] * one.ndim)
+
+
+def _forward_sums(
+    model: LocalModel,
+    layout: Layout,
+    weights: dict,
+    micro_batches: Batch,
+    head: Callable[[Activation, Batch, jax.Array], Any],
+    zeros: Any,
+    nothing: Scalars,
+) -> tuple[Any, Scalars]:
+    """(sums of `head` over the micro-batches of a last stage, sums of statistics)."""
     schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
     device = Device(model, layout, schedule, weights, micro_batches)
 
@@ -284,10 +337,10 @@ def pipeline_losses(
         y, seen = device.apply(device.layer_weights(held), inputs, x)
         seen = {name: jnp.where(unit.on == 1, value, 0) for name, value in seen.items()}
 
-        def head() -> Scalars:
-            return model.head_losses(weights, y, micro_batch, None)[0]
+        def last() -> Any:
+            return head(y, micro_batch, unit.micro)
 
-        found = lax.cond(device.is_last(unit), head, lambda: zeros)
+        found = lax.cond(device.is_last(unit), last, lambda: zeros)
         sums, statistics = _add(sums, found), _add(statistics, seen)
         return device.hand_over(y), sums, statistics, None if layout.v == 1 else held
 

@@ -5,6 +5,7 @@ them: an engine with the trainer's weights answers the prompts of an environment
 """
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mjax.config.schema.reinforce import ReinforceConfig
@@ -14,6 +15,8 @@ from mjax.post.preference import answer_defaults
 from mjax.run.command import train_command
 
 if TYPE_CHECKING:  # they import jax
+    import jax
+
     from mjax.run.batches import RunBatches
     from mjax.train.trainer import Trainer
 
@@ -40,6 +43,7 @@ def main() -> int:
         defaults=reinforce_defaults,
         first=require_policy,
         batch_source=_rollouts,
+        devices_of=_training_devices,
     )
 
 
@@ -47,6 +51,12 @@ def _rollouts(trainer: "Trainer", record: dict) -> "RunBatches":
     from mjax.post.reinforce_batches import reinforce_batches  # imports jax
 
     return reinforce_batches(trainer, record)
+
+
+def _training_devices(cfg: Config, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
+    from mjax.post.rollouts.engine_place import training_devices  # imports jax
+
+    return training_devices(cfg, devices)
 
 
 def reinforce_defaults(tree: dict) -> dict:

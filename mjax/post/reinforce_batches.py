@@ -15,7 +15,7 @@ from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.objectives.fields import HostBatch
 from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import Role, reference_of, require_no_pipeline, values_in_order
+from mjax.post.base.roles import Role, reference_of, values_in_order
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
 from mjax.post.policy.critic import Critic, critic_of
@@ -162,8 +162,6 @@ class World:
             reference = reference_of(trainer, settings.reference)
             kind = log_probs_kind(reference.held is not None, temperature)
             roles["ref_log_probs"] = reference, kind
-        if roles:
-            require_no_pipeline(trainer, f"{' and '.join(roles)} of rollouts")
 
         def score(batch: HostBatch) -> dict[str, np.ndarray]:
             found = {} if critic is None else {"values": critic.values(batch)}

@@ -24,11 +24,12 @@ from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import NEXT_TOKEN, objective_of
 from mjax.objectives.token_loss import TokenLoss
 from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import require_no_pipeline, values_in_order
+from mjax.post.base.roles import values_in_order
 from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.post.reinforce_batches import World
 from mjax.post.rollouts.collector import seed_of
+from mjax.post.rollouts.engine_place import training_devices
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
 from mjax.run.resume import begin, restored_record
@@ -47,7 +48,8 @@ class TrainingClient:
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
-        self.trainer = Trainer(cfg, mesh)
+        devices = training_devices(cfg, jax.devices()) if mesh is None else None
+        self.trainer = Trainer(cfg, mesh, devices)
         self.trainer.require_plain_update("TrainingClient")
         begin(self.trainer)
         if self.trainer.state is None:
@@ -192,8 +194,8 @@ class TrainingClient:
 
         They are the trainer's, at the temperature of reinforce.sampling.
         """
-        require_no_pipeline(self.trainer, "log_probs")
-        pack, (_, learner) = self._packed(transcripts), self._learner("cross_entropy", {})
+        pack = self._packed(transcripts)
+        _, learner = self._learner("cross_entropy", {})
         kind = log_probs_kind(True, self.trainer.cfg.reinforce.temperature)
         placed = learner.place(pack.batch())
         found = learner.run_placed(kind, placed, self.trainer.weights())

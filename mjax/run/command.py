@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mjax.checkpoint.base.hub import with_hub_tokenizer
@@ -12,8 +12,18 @@ from mjax.config.schema.run import Config
 from mjax.errors import INTERRUPTED, LostProcess
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
-if TYPE_CHECKING:  # it imports jax
+if TYPE_CHECKING:  # they import jax
+    import jax
+
     from mjax.run.batches import BatchSource
+
+# Returns those of the devices of a run that its trainer has.
+DevicesOf = Callable[[Config, "Sequence[jax.Device]"], "Sequence[jax.Device]"]
+
+
+def all_devices(cfg: Config, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
+    """All devices of a run, which train."""
+    return devices
 
 
 def train_command(
@@ -21,12 +31,14 @@ def train_command(
     defaults: Defaults | None = None,
     first: Callable[[Config, argparse.Namespace], int | None] = lambda cfg, args: None,
     batch_source: "BatchSource | None" = None,
+    devices_of: DevicesOf = all_devices,
 ) -> int:
     """Parse `sys.argv`, then train, plan or supervise; returns the exit code.
 
     defaults: returns values for keys that are not given, as a tree.
     first: what the command does before; an exit code ends it there.
     batch_source: makes the batches; None: those of the datasets that the config names.
+    devices_of: leaves devices out that a part of the run has for itself.
     """
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
@@ -45,11 +57,14 @@ def train_command(
     plans = args.dry_run or args.on is not None or args.no_compile
     if args.restarts is not None and not plans and RESTART_NOTE not in os.environ:
         return supervise(cfg, args)
-    return _plan_or_train(cfg, args, batch_source)
+    return _plan_or_train(cfg, args, batch_source, devices_of)
 
 
 def _plan_or_train(
-    cfg: Config, args: argparse.Namespace, batch_source: "BatchSource | None"
+    cfg: Config,
+    args: argparse.Namespace,
+    batch_source: "BatchSource | None",
+    devices_of: DevicesOf,
 ) -> int:
     """Plan or train in this process."""
     # After the config: its mistakes should show at once.
@@ -59,7 +74,7 @@ def _plan_or_train(
     if args.on is not None or args.no_compile:
         from mjax.run.dry_run import plan_elsewhere
 
-        return plan_elsewhere(cfg, args)
+        return plan_elsewhere(cfg, args, devices_of)
     start_processes(args.coordinator, args.num_processes, args.process_id)
     keep_compiled_programs()
     import jax
@@ -78,7 +93,10 @@ def _plan_or_train(
         if cfg.run.doctor and not args.dry_run:
             require_healthy_machines(cfg)
         more = {} if batch_source is None else {"batch_source": batch_source}
-        dry_run(cfg) if args.dry_run else train(cfg, **more)
+        if args.dry_run:
+            dry_run(cfg, devices_of=devices_of)
+        else:
+            train(cfg, devices=devices_of(cfg, jax.devices()), **more)
     except (NonFiniteLoss, ReplicasDiffer) as e:
         print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)
         return 1

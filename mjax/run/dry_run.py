@@ -42,13 +42,14 @@ from mjax.plan.execution import count_micro_batches, execution_lines
 from mjax.plan.hlo_collectives import exchange_lines, read_exchanges
 from mjax.plan.kernel_lines import kernel_lines
 from mjax.plan.memory import bytes_per_device, held_layers, own_teacher_bytes
+from mjax.run.command import DevicesOf, all_devices
 from mjax.run.monitor import metrics
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train.trainer import Trainer
 
 
-def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
+def plan_elsewhere(cfg: Config, args: argparse.Namespace, devices_of: DevicesOf) -> int:
     """Print the plan for the devices of --on, which need not exist; no GPU here is touched."""
     if args.on is None:
         raise UserError("--no-compile is for a plan for other GPUs; add --dry-run --on NAME:COUNT")
@@ -56,21 +57,27 @@ def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
         raise UserError("--on is for a plan, not for a run; add --dry-run")
     jax.config.update("jax_platforms", "cpu")
     try:
-        dry_run(cfg, described=parse_described(args.on), compiles=not args.no_compile)
+        dry_run(cfg, parse_described(args.on), not args.no_compile, devices_of)
     except KeyboardInterrupt:  # compiling takes minutes
         return INTERRUPTED
     return 0
 
 
-def dry_run(cfg: Config, described: Described | None = None, compiles: bool = True) -> None:
+def dry_run(
+    cfg: Config,
+    described: Described | None = None,
+    compiles: bool = True,
+    devices_of: DevicesOf = all_devices,
+) -> None:
     """Print the plan of a run on `described` devices, or on those of this machine.
 
+    devices_of: leaves out those that do not train.
     The plan is the mesh, the sharding, what layers keep, FLOPs, and estimates of memory and time;
     if it `compiles`, also the compiler's memory and exchanges.
     """
     with as_on(described.chip) if described else contextlib.nullcontext():
-        devices = described_devices(described) if described else None
-        trainer = Trainer(cfg, devices=devices)
+        devices = described_devices(described) if described else jax.devices()
+        trainer = Trainer(cfg, devices=devices_of(cfg, devices))
         trainer.checkpoints.given_adapters()  # refused here as by the run
         trainer.programs.bound_documents(1)  # as the estimate has it; the data is not looked at
         say(plan_lines(trainer))

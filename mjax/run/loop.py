@@ -8,7 +8,7 @@ queued. Checkpoints and log lines come from steps that have passed the check for
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -50,19 +50,23 @@ from mjax.train.batch import AheadBatch, placed_ahead, placed_when_due
 STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
 
 
-def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = from_config) -> None:
+def train(
+    cfg: Config,
+    mesh: Mesh | None = None,
+    batch_source: BatchSource = from_config,
+    devices: Sequence[jax.Device] | None = None,
+) -> None:
     """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
 
-    The batches are those of `batch_source`, by default of the datasets that `cfg.data` names.
-
-    Raises `UserError` for mistakes of the user, `NonFiniteLoss` when training diverges and
-    `ReplicasDiffer` when a device errs.
+    The batches are those of `batch_source`, by default of the datasets that `cfg.data` names. Mesh
+    and devices are those of `Trainer`. Raises `UserError` for mistakes of the user, `NonFiniteLoss`
+    when training diverges and `ReplicasDiffer` when a device errs.
     """
     stopper = Stopper(cfg.train.max_minutes)
     require_trackers(cfg.log)
     require_opentelemetry(cfg.log.opentelemetry)
     wall = WallTime(Spans(cfg.run.dir if cfg.log.opentelemetry else None))
-    trainer = trainer_of(cfg, mesh)
+    trainer = trainer_of(cfg, mesh, devices)
     cfg = trainer.cfg  # mesh: auto is resolved in it
     with (
         run_folder(cfg) as folder,
@@ -103,11 +107,16 @@ def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = fro
             stop_reason = train_steps(run, stopper)
             loss = finish(run, stop_reason)
         if stop_reason != SIGNALED:
-            is_first = jax.process_index() == 0
-            if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
-                log.say(line)
-            say_samples(run)
+            say_results(run, loss)
         log.say(wall.line())
+
+
+def say_results(run: TrainingRun, loss: float | None) -> None:
+    """Compare the held-out loss at the end, if there is one, and show samples."""
+    is_first = jax.process_index() == 0
+    if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
+        run.log.say(line)
+    say_samples(run)
 
 
 def train_steps(run: TrainingRun, stopper: Stopper) -> int:

@@ -7,6 +7,7 @@ trained, as bad data does; every other fault strikes a run folder once, also acr
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -106,14 +107,16 @@ def with_flipped_bit(state: dict, path: tuple[str, ...], devices: set[int], bit:
     return {**state, first: made}
 
 
-def trainer_of(cfg: Config, mesh: Mesh | None) -> Trainer:
+def trainer_of(
+    cfg: Config, mesh: Mesh | None, devices: Sequence[jax.Device] | None = None
+) -> Trainer:
     """The trainer of a run. Raises `UserError` for faults of processes that do not exist."""
     faults = [parse_fault(text) for text in cfg.run.rehearse]
     if not faults:
-        return Trainer(cfg, mesh)
+        return Trainer(cfg, mesh, devices)
     most, count = max(fault.process for fault in faults), jax.process_count()
     if most >= count:
         raise UserError(
             f"run.rehearse={cfg.run.rehearse}: process {most} is not one of {count}, from 0 on"
         )
-    return RehearsedTrainer(cfg, mesh)
+    return RehearsedTrainer(cfg, mesh, devices)

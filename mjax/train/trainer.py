@@ -292,7 +292,7 @@ class Trainer:
         """(log_p, entropy) of each label of a global batch, global fp32 arrays [B, S].
 
         They are without dropout, in the order of the batch. Labels need not count in the loss:
-        multiply by a mask. Pipelines are refused.
+        multiply by a mask.
         """
         return self.run_program(SCORES, batch)
 

@@ -63,10 +63,9 @@ def corrections_see_all_words(c: Config) -> Iterator[str]:
 
 
 @rule("set mesh.pp=1")
-def policies_have_no_pipeline(c: Config) -> Iterator[str]:
-    is_computed = c.reinforce.reads_old or c.reinforce.kl_coef > 0
-    if c.mesh.pp > 1 and is_computed and not c.data.mock:
-        yield "`mesh.pp`: log-probabilities for `reinforce.loss_type` need a mesh without pipeline"
+def critics_have_no_pipeline(c: Config) -> Iterator[str]:
+    if c.mesh.pp > 1 and c.reinforce.loss_type == "ppo" and not c.data.mock:
+        yield "`mesh.pp`: the critic of `reinforce.loss_type` needs a mesh without pipeline"
 
 
 REINFORCE_RULES = rules_of(globals())

@@ -38,8 +38,8 @@ class ReinforceConfig(Group):
     sampling: dict[str, float] = {}
     """temperature, top_k, top_p, min_p; default: temperature 1 and no limit."""
     engine: dict[str, Any] = {}
-    """Options of the engine: rows, chunk, memory (its share of a device), weight_dtype,
-    cache_dtype, batch_invariant.
+    """Options of the engine: rows, chunk, pages, weight_dtype, cache_dtype, batch_invariant; and
+    devices of its own, dp, tp, pp, ep (docs/train/reinforcement.md).
     """
     max_staleness: int = Field(0, ge=0)
     """Updates of the weights between the drawing of an answer and its use. 0: synchronous."""

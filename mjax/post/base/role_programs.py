@@ -14,8 +14,8 @@ from mjax.interop.adapters_of_run import without_adapters
 from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import DATA_AXES
 from mjax.train.program_kind import ProgramKind
-from mjax.train.step import Program, State, split_batch
-from mjax.train.token_scores import micro_batch_scores
+from mjax.train.step import Program, State
+from mjax.train.token_scores import scores_of_micro_batches
 
 
 def placed_log_probs(
@@ -34,11 +34,7 @@ def placed_log_probs(
     weights = model.load(state["params"], state.get("buffers", {}))
     if not with_adapters:
         weights = without_adapters(weights)
-
-    def log_probs(micro_batch: Batch) -> jax.Array:
-        return micro_batch_scores(model, weights, micro_batch, entropy=False).log_p
-
-    found = jax.lax.map(log_probs, split_batch(batch, program.evaluation.micro_batches))
+    found = scores_of_micro_batches(program, model, weights, batch, entropy=False).log_p
     return found.reshape(-1, found.shape[-1])
 
 

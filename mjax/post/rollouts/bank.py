@@ -35,11 +35,15 @@ class Bank:
     """Groups by the numbers of their prompts.
 
     cursor: the next prompt. skipped: prompts so far that were too long.
+    drawn: groups of the next phase, if it is drawn already. dropped: groups of equal rewards that
+        the last phase left out.
     """
 
     cursor: int = 0
     skipped: int = 0
     groups: dict[int, PromptGroup] = field(default_factory=dict)
+    drawn: list[int] | None = None
+    dropped: int = 0
 
     def record(self, ends: Callable[[OpenRollout], OpenRollout] = lambda rollout: rollout) -> dict:
         """The bank as JSON. `ends` adds to a rollout what is known of it elsewhere."""
@@ -47,7 +51,8 @@ class Bank:
         for number, group in self.groups.items():
             rollouts = [_rollout_record(ends(rollout)) for rollout in group.rollouts]
             groups[str(number)] = {"begun": group.begun, "rollouts": rollouts}
-        return {"cursor": self.cursor, "skipped": self.skipped, "groups": groups}
+        own = {"cursor": self.cursor, "skipped": self.skipped, "groups": groups}
+        return own | {"drawn": self.drawn, "dropped": self.dropped}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Bank":
@@ -55,7 +60,8 @@ class Bank:
         for number, group in record["groups"].items():
             rollouts = list(map(_rollout_of, group["rollouts"]))
             groups[int(number)] = PromptGroup(group["begun"], rollouts)
-        return cls(record["cursor"], record["skipped"], groups)
+        own = record["cursor"], record["skipped"], groups
+        return cls(*own, record.get("drawn"), record.get("dropped", 0))
 
 
 def _rollout_record(rollout: OpenRollout) -> dict:

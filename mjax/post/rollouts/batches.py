@@ -70,13 +70,17 @@ class RolloutStream:
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         with self.collector:
             for step in range(start, start + count):
-                yield self.next_batch(step)
+                left = start + count - step
+                yield self.next_batch(step, left <= self.settings.updates_per_rollout)
 
-    def next_batch(self, step: int) -> HostBatch:
-        """The next batch of rollouts, for the weights after so many steps."""
+    def next_batch(self, step: int, is_last: bool = False) -> HostBatch:
+        """The next batch of rollouts, for the weights after so many steps.
+
+        is_last: whether no phase follows.
+        """
         self._seconds = {}
         if not self.waiting:
-            self._draw(step)
+            self._draw(step, is_last)
         batch = self.waiting.pop(0)
         self._update_critic(batch)
         self._given = time.perf_counter()
@@ -95,7 +99,8 @@ class RolloutStream:
     # ---- resuming --------------------------------------------------------------------------------
 
     def record_at(self, step: int) -> dict:
-        record = {"bank": self._record, "phase": self.phase}
+        bank = self.collector.record() if self._depths[0] else self._record
+        record = {"bank": bank, "phase": self.phase}
         record["waiting"] = list(map(batch_record, self.waiting))
         record |= {"figures": self._figures, "shown": self._shown}
         critic = {} if self.critic is None else {"critic": self.critic.record()}
@@ -113,30 +118,49 @@ class RolloutStream:
 
     # ---- a phase ---------------------------------------------------------------------------------
 
-    def _draw(self, step: int) -> None:
-        """Draw the rollouts of a phase, and make the batches of its steps."""
-        settings, policy = self.settings, self.collector.policy
-        updates = settings.updates_per_rollout
-        depth = settings.max_staleness // updates
-        began = time.perf_counter()
+    @property
+    def _depths(self) -> tuple[int, int]:
+        """(phases that are drawn ahead, those that a group may go on for after its first)."""
+        depth = self.settings.max_staleness // self.settings.updates_per_rollout
+        ahead = min(depth, 1) if self.collector.policy.place.is_apart else 0
+        return ahead, depth - ahead
+
+    def _draw(self, step: int, is_last: bool) -> None:
+        """Take the rollouts of a phase, and make the batches of its steps.
+
+        Meanwhile the engine goes on with the next phase, if it may draw ahead.
+        """
+        settings, collector, policy = self.settings, self.collector, self.collector.policy
+        ahead, depth = self._depths
+        times = [time.perf_counter()]
+        collector.settle()
+        times.append(time.perf_counter())
         engine = policy.take_weights()
         jax.block_until_ready(engine.runner.params)
-        handed = time.perf_counter()
+        times.append(time.perf_counter())
         drops = {"is_of_use": _is_of_use} if settings.drops_equal_groups else {}
-        groups = self.collector.collect(self.phase, settings.prompts_per_step, depth, **drops)
+        wanted = settings.prompts_per_step, depth
+        groups = collector.collect(self.phase, *wanted, **drops)
+        times.append(time.perf_counter())
+        waited, handed, drawn = np.diff(times).tolist()
         if depth == 0:
             policy.rest()
         self.phase += 1
-        self._record = self.collector.record()
-        drawn = time.perf_counter()
-        self.waiting = self._batches_of(groups)
-        self._seconds = {"hand_over": handed - began, **self.collector.seconds}
-        self._seconds["log_probs"] = time.perf_counter() - drawn
+        self._seconds = {"hand_over": handed, **collector.seconds}
         self._figures = reward_figures(groups, settings.max_new_tokens, step)
         self._figures |= {
-            "groups_dropped": self.collector.dropped,
-            "prompts_skipped": self.collector.bank.skipped,
+            "groups_dropped": collector.bank.dropped,
+            "prompts_skipped": collector.bank.skipped,
         }
+        if ahead:
+            self._seconds["waiting"] = waited + drawn
+            if not is_last:
+                collector.draw_ahead(self.phase, *wanted, **drops)
+        else:
+            self._record = collector.record()
+        began = time.perf_counter()
+        self.waiting = self._batches_of(groups)
+        self._seconds["log_probs"] = time.perf_counter() - began
         self._shown = transcript_line(groups[0][0], self.tokenizer)
 
     def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:

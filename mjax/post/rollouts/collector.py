@@ -8,9 +8,12 @@ So a phase that is done again after a kill gives the same transcripts. A group i
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -64,7 +67,6 @@ class Collector:
 
     asked: requests in the engine, by group and sample.
     seconds: time that went into "rollout" and "rewards".
-    dropped: groups of equal rewards that the last phase left out.
     beat: is called now and then, as a sign of life.
     """
 
@@ -74,18 +76,27 @@ class Collector:
     bank: Bank = field(default_factory=Bank)
     asked: dict[tuple[int, int], Request] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    dropped: int = 0
     beat: Callable[[], None] = lambda: None
     _judges: Any = None
     _judging: set[tuple[int, int]] = field(default_factory=set)
     _has_news: bool = False  # whether the environment has answered since groups were looked at
+    _ahead: Future | None = None
+    _is_stopped: threading.Event = field(default_factory=threading.Event)
+    _last: dict | None = None  # the record when the environments ended
 
     def __enter__(self) -> Self:
         self._judges = self.open_judges().__enter__()
+        self._last = None
+        self._is_stopped.clear()
         return self
 
     def __exit__(self, *failure: object) -> None:
         """End the environments, and what the engine still draws for them."""
+        if self._ahead is not None:
+            self._is_stopped.set()
+            wait([self._ahead])
+            self._ahead = None
+        self._last = self.bank.record(self._so_far)
         self._judges.__exit__(*failure)
         for number in list(self.bank.groups):
             self.abort(number)
@@ -102,9 +113,34 @@ class Collector:
         """So many complete groups, the oldest first, with the weights that the engine has.
 
         phase: its number. depth: phases that a group may go on for after that of its beginning.
-        Groups that are not `is_of_use` are replaced by others, up to a bound.
+        Groups that are not `is_of_use` are replaced by others, up to a bound. A phase that was
+        drawn ahead is as it is.
         """
-        self.seconds, self.dropped = {"rollout": 0.0, "rewards": 0.0}, 0
+        self.settle()
+        if self.bank.drawn is None:
+            self._draw(phase, wanted, depth, is_of_use)
+        numbers, self.bank.drawn = self.bank.drawn or [], None
+        return [_transcripts(self.bank.groups.pop(number)) for number in numbers]
+
+    def draw_ahead(self, *phase: Any, **options: Any) -> None:
+        """Begin the phase that the next `collect` asks for, beside what the trainer does."""
+        self._ahead = self.policy.draw_beside(partial(self._draw, *phase, **options))
+
+    def settle(self) -> None:
+        """Wait for a phase that is drawn ahead."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+
+    def _draw(
+        self,
+        phase: int,
+        wanted: int,
+        depth: int = 0,
+        is_of_use: Callable[[list[Transcript]], bool] = lambda group: True,
+    ) -> None:
+        """Draw until the groups of a phase are complete, and name them in the bank."""
+        self.seconds, self.bank.dropped = {"rollout": 0.0, "rewards": 0.0}, 0
         self._go_on()
         self._begin(wanted * (1 + depth) - len(self.bank.groups), phase)
         complete: list[int] = []
@@ -119,7 +155,7 @@ class Collector:
                     break
             self._advance()
         complete.sort(key=lambda number: (self.bank.groups[number].begun, number))
-        return [_transcripts(self.bank.groups.pop(number)) for number in complete[:wanted]]
+        self.bank.drawn = complete[:wanted]
 
     def _complete(
         self, wanted: int, phase: int, is_of_use: Callable[[list[Transcript]], bool]
@@ -128,12 +164,12 @@ class Collector:
         groups = self.bank.groups
         complete = [number for number, group in groups.items() if group.is_complete]
         for number in list(complete):
-            if self.dropped >= _MOST_DROPPED * wanted:
+            if self.bank.dropped >= _MOST_DROPPED * wanted:
                 break
             if not is_of_use(_transcripts(groups[number])):
                 complete.remove(number)
                 del groups[number]
-                self.dropped += 1
+                self.bank.dropped += 1
                 self._begin(1, phase)
         return complete
 
@@ -145,7 +181,13 @@ class Collector:
             self.policy.engine.abort(request.output.request_id)
 
     def record(self) -> dict:
-        """The bank as JSON, with the tokens that requests have drawn so far."""
+        """The bank as JSON, with what is drawn ahead, and the tokens of requests so far.
+
+        After the end of the environments it is as it was then.
+        """
+        if self._last is not None:
+            return self._last
+        self.settle()
         return self.bank.record(self._so_far)
 
     # ---- prompts ---------------------------------------------------------------------------------
@@ -211,6 +253,8 @@ class Collector:
     def _advance(self) -> None:
         """One step of the engine, and the answers of the environment that are there."""
         self.beat()
+        if self._is_stopped.is_set():
+            raise CancelledError
         engine = self.policy.engine
         if engine.has_work:
             began = time.perf_counter()

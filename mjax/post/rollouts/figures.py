@@ -43,10 +43,15 @@ def environment_figures(transcripts: Sequence[Transcript]) -> PhaseFigures:
 
 
 def time_figures(seconds: Mapping[str, float]) -> PhaseFigures:
-    """Seconds of the parts of a step, and the share of the rollouts."""
+    """Seconds of the parts of a step, and the share of the rollouts.
+
+    With "waiting" among them rollouts were drawn beside the rest, and the share is that of waiting.
+    """
     found = {f"seconds/{name}": value for name, value in seconds.items()}
-    whole = sum(seconds.values())
-    return found | {"rollout_share": seconds["rollout"] / whole if whole else 0.0}
+    whole, share = sum(seconds.values()), seconds["rollout"]
+    if "waiting" in seconds:
+        whole, share = whole - share - seconds.get("rewards", 0.0), seconds["waiting"]
+    return found | {"rollout_share": share / whole if whole else 0.0}
 
 
 def transcript_line(transcript: Transcript, tokenizer: Tokenizer) -> str:

@@ -1,20 +1,22 @@
-"""An engine with the weights of a trainer, on its mesh: handed over, put to sleep, woken.
+"""An engine with the weights of a trainer: handed over, put to sleep, woken.
 
-A hand-over is one compiled program that casts, shards and takes apart. It moves what training
-changes: all parameters, or adapters alone. Invariant: the engine's arrays are its own, so a step
-may take over the trainer's. While the trainer updates, the engine's caches are freed, and its
-weights unless only a part of them changes.
+A hand-over is one compiled program that casts, shards and takes apart, then one transfer if the
+engine has devices of its own (`engine_place.py`). It moves what training changes: all parameters,
+or adapters alone. Invariant: the engine's arrays are its own, so a step may take over the
+trainer's. On the trainer's devices the engine's caches are freed while it updates, and its weights
+unless only a part of them changes. On devices of its own the engine may draw beside an update.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
@@ -25,12 +27,13 @@ from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
 from mjax.objectives.objective import OWN_WEIGHTS
-from mjax.post.base.roles import require_no_pipeline
+from mjax.pipeline.storage import sharded_by_stages
+from mjax.post.rollouts.engine_place import PLACE_OPTIONS, engine_place_of
 from mjax.sharding.collectives import DATA_AXES
-from mjax.sharding.spec import trained_only
+from mjax.sharding.spec import is_spec, trained_only
 from mjax.train.trainer import Trainer
 
-OPTIONS = "rows", "chunk", "pages", "weight_dtype", "cache_dtype", "batch_invariant"
+OPTIONS = "rows", "chunk", "pages", "weight_dtype", "cache_dtype", "batch_invariant", *PLACE_OPTIONS
 _ROWS, _CHUNK = 256, 2048
 
 
@@ -48,7 +51,6 @@ class PolicyEngine:
         length: int,
         most_rows: int,
     ):
-        require_no_pipeline(trainer, "the engine of rollouts")
         options = dict(trainer.cfg.reinforce.engine)
         if unknown := sorted(options.keys() - set(OPTIONS)):
             raise UserError(
@@ -56,9 +58,11 @@ class PolicyEngine:
             )
         self.trainer, self.tokenizer, self.ends = trainer, tokenizer, ends
         self.engine: Engine | None = None
+        self.place = engine_place_of(trainer, options)
+        options = {name: options[name] for name in options if name not in PLACE_OPTIONS}
         self._dtype = jnp.dtype(trainer.cfg.precision.compute)
         self._form = form_of(options.get("weight_dtype"), trainer.definition.specs)
-        lanes = trainer.parallel.size(*DATA_AXES)
+        lanes = self.place.parallel.size(*DATA_AXES)
         rows = min(options.pop("rows", _ROWS), -(-most_rows // lanes))
         rows = powers_of_two(1, rows)[-1]
         chunk = options.pop("chunk", _CHUNK)
@@ -73,17 +77,26 @@ class PolicyEngine:
                     "of all layers; set it to false"
                 )
         self._steps: dict[int, int] = {}  # of the trainer, by the engine's version of weights
-        self._programs: dict[int, jax.stages.Wrapped] = {}  # by the number of parameters
+        self._programs: dict[int, tuple] = {}  # with shardings, by the number of parameters
         self._of_step = -1  # the step whose weights the engine has
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._drawing: Future | None = None
 
     @functools.cached_property
     def _is_partial(self) -> bool:
-        """Whether training leaves some parameters as they are."""
+        """Whether training leaves some parameters as they are, and others can be exchanged."""
+        if self._in_stages:
+            return False
         trained = trained_only(self.trainer.specs, self.trainer.specs)
         return len(jax.tree.leaves(trained)) < len(jax.tree.leaves(self.trainer.specs))
 
     def take_weights(self) -> Engine:
-        """The engine, awake and with the weights of the trainer as they are now."""
+        """The engine, awake and with the weights of the trainer as they are now.
+
+        It waits for what `draw_beside` has begun.
+        """
+        if self._drawing is not None:
+            self._drawing.result()
         trainer, engine = self.trainer, self.engine
         if engine is None:
             self.engine = engine = Engine(
@@ -93,13 +106,20 @@ class PolicyEngine:
                 dtype=trainer.cfg.precision.compute,
                 tokenizer=self.tokenizer,
                 eos=self.ends,
+                donate=self._in_stages,
                 **self._options,
             )
         elif self._of_step != trainer.step_number or not engine.runner.has_weights:
             params = trainer.params()
-            if self._is_partial and engine.runner.has_weights:
+            if not self._is_partial:
+                self._free()  # so that old weights and new ones need no memory at a time
+            elif engine.runner.has_weights:
                 params = trained_only(params, trainer.specs)
-            engine.exchange_weights(self._handed_over(params))
+            handed = self._handed_over(params)
+            if self._in_stages:
+                engine.update_weights(handed, donate=True)
+            else:
+                engine.exchange_weights(handed)
         engine.wake()
         self._of_step = self._steps[engine.version] = trainer.step_number
         return engine
@@ -108,7 +128,17 @@ class PolicyEngine:
         """Take the weights anew when next asked, though the trainer's step may be the same."""
         self._of_step = -1
 
+    def draw_beside(self, draw: Callable[[], Any]) -> Future:
+        """Begin to draw in a thread of its own, beside an update of the trainer."""
+        self._drawing = self._thread.submit(draw)
+        return self._drawing
+
     def rest(self) -> None:
+        """Leave the memory of caches and of weights that change to the trainer, if it shares it."""
+        if not self.place.is_apart:
+            self._free()
+
+    def _free(self) -> None:
         """Free the caches, and the weights if all of them change; not while requests run."""
         if self.engine is not None and not self.engine.requests:
             self.engine.pause()  # reads what is in flight
@@ -119,19 +149,42 @@ class PolicyEngine:
         """The trainer's step that a version of the engine's weights comes from."""
         return self._steps[version]
 
+    @property
+    def _in_stages(self) -> bool:
+        """Whether the engine has layers in stages, which it makes of stacks itself."""
+        return self.place.parallel.pp > 1
+
     def _handed_over(self, params: dict) -> dict:
-        """Parameters in the form of the engine, by a program for all of them or for some."""
+        """Parameters in the form and place of the engine; stacks of layers for stages."""
         params = {name: tree for name, tree in params.items() if name != OWN_WEIGHTS}
         flat = flatten_dict(params)
-        program = self._programs.get(len(flat))
-        if program is None:
-            specs, mesh = self.trainer.definition.specs, self.trainer.mesh
-            parallel = replace(self.trainer.parallel, pp=1, cp=1, cuts_sequence=False)
-            cuts = flatten_dict(partitions_apart(specs, parallel, self._form))
-            wanted = unflatten_dict({path: cuts[path] for path in flat})
-            program = jax.jit(
-                partial(converted_apart, specs, dtype=self._dtype, form=self._form),
-                out_shardings=jax.tree.map(partial(NamedSharding, mesh), wanted),
-            )
-            self._programs[len(flat)] = program
-        return program(params)
+        if len(flat) not in self._programs:
+            self._programs[len(flat)] = self._program(tuple(flat))
+        program, there = self._programs[len(flat)]
+        found = program(params)
+        return jax.device_put(found, there) if self.place.is_apart else found
+
+    def _program(self, paths: Sequence[tuple]) -> tuple[jax.stages.Wrapped, dict]:
+        """(what casts and cuts parameters where the trainer has them, shardings of the engine)."""
+        specs, place = self.trainer.definition.specs, self.place
+        convert = partial(converted_apart, specs, dtype=self._dtype, form=self._form)
+        if self._in_stages:
+            convert = partial(_cast, specs, dtype=self._dtype)
+
+        def wanted(mesh: Mesh) -> dict:
+            if self._in_stages:
+                cuts = jax.tree.map(partial(sharded_by_stages, mesh=mesh), specs, is_leaf=is_spec)
+            else:
+                cuts = partitions_apart(specs, place.parallel, self._form)
+                cuts = jax.tree.map(partial(NamedSharding, mesh), cuts)
+            cuts = flatten_dict(cuts)
+            return unflatten_dict({path: cuts[path] for path in paths})
+
+        return jax.jit(convert, out_shardings=wanted(place.source)), wanted(place.mesh)
+
+
+def _cast(specs: dict, params: dict, dtype: jnp.dtype) -> dict:
+    """Copies of all parameters in the dtype of the engine."""
+    return jax.tree.map(
+        lambda spec, x: jnp.copy(x).astype(spec.dtype(dtype)), specs, params, is_leaf=is_spec
+    )

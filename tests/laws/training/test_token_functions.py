@@ -126,7 +126,17 @@ def test_an_objective_by_function_is_the_mean_of_the_function():
 
 
 @pytest.mark.parametrize(
-    "mesh", quick([{"cp": 2, "tp": 2}, {"dp": 2}, {"ep": 2, "cp": 2, "tp": 2}], 0)
+    "mesh",
+    quick(
+        [
+            {"cp": 2, "tp": 2},
+            {"pp": 2, "tp": 2, "cp": 2},
+            {"dp": 2},
+            {"ep": 2, "cp": 2, "tp": 2},
+            {"pp": 2, "ep": 2},
+        ],
+        0,
+    ),
 )
 def test_scores_of_a_batch_are_those_of_whole_logits(mesh):
     feature = "experts" if "ep" in mesh else "dense"
@@ -140,12 +150,6 @@ def test_scores_of_a_batch_are_those_of_whole_logits(mesh):
     log_p = jnp.take_along_axis(log_p, batch["labels"][..., None], -1)[..., 0]
     np.testing.assert_allclose(found.log_p, log_p, rtol=1e-5)
     np.testing.assert_allclose(found.entropy, entropy, rtol=1e-5)
-
-
-def test_scores_refuse_a_pipeline():
-    trainer = make_trainer("dense", Cell({"pp": 2}, 0, 2, rows=8), LAYERS)
-    with pytest.raises(UserError, match="set mesh.pp=1"):
-        trainer.token_scores(make_batch(8))
 
 
 @pytest.mark.parametrize("name", ["bert", "retro", "llava"])

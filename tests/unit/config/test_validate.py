@@ -748,9 +748,9 @@ BROKEN = {
         [*POLICY, "reinforce.correction=mask", "reinforce.sampling={top_p: 0.9}"],
         "reinforce.correction='mask': reinforce.sampling={'top_p': 0.9} cuts words off",
     ),
-    "policies_have_no_pipeline": (
-        [*POLICY, "data.mock=false", "reinforce.kl_coef=0.1", "mesh.pp=2"],
-        "mesh.pp=2: log-probabilities for reinforce.loss_type='grpo' need a mesh without",
+    "critics_have_no_pipeline": (
+        [*POLICY, "data.mock=false", "reinforce.loss_type=ppo", "mesh.pp=2"],
+        "mesh.pp=2: the critic of reinforce.loss_type='ppo' needs a mesh without",
     ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],

@@ -91,7 +91,7 @@ ROOMS = {
     "data": 6_600,
     "checkpoint interop convert": 13_350,
     "train run": 5_050,
-    "post": 4_650,
+    "post": 4_770,
     "serve chat": 4_100,
     "infer generate": 4_200,
     "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_000,

@@ -189,10 +189,10 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_bound():
 
     found = collector(OneTurn(lambda index: index < 3), group_size=8)
     groups = found.collect(0, 2, is_of_use=differ)
-    assert found.dropped >= 3 and min(g[0].group for g in groups) >= 3
+    assert found.bank.dropped >= 3 and min(g[0].group for g in groups) >= 3
     assert all(map(differ, groups)) and not found.bank.groups
     endless = collector(OneTurn(lambda index: True))
-    assert len(endless.collect(0, 2, is_of_use=differ)) == 2 and endless.dropped == 16
+    assert len(endless.collect(0, 2, is_of_use=differ)) == 2 and endless.bank.dropped == 16
 
 
 class Slow(OneTurn):

@@ -1,0 +1,241 @@
+"""Laws of an engine on devices of its own, or on other axes than the trainer, and of pipelines."""
+
+import sys
+import threading
+import time
+import traceback
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.errors import UserError
+from mjax.infer.engine import Engine
+from mjax.post import TrainingClient
+from mjax.post.reinforce_batches import World, reinforce_batches
+from mjax.post.rollouts.engine_place import EnginePlace, training_devices
+from mjax.run.loop import train
+from mjax.sharding.mesh import make_mesh
+from mjax.sharding.spec import trained_only
+from mjax.train import Trainer
+from tests.laws.run.test_failures import events, losses
+from tests.laws.training import test_reinforcement as sister
+from tests.laws.training.test_reinforcement import (
+    LONG,
+    RATED,
+    Killed,
+    config,
+    figures,
+    final_params,
+    run_until_killed,
+)
+from tests.marks import exhaustive, slow
+
+ends = sister.ends  # a fixture
+TWO = "model.num_hidden_layers=2"
+PIPELINE, PARTS = ("mesh.dp=2", "mesh.pp=2"), ("mesh.dp=2", "mesh.tp=2")
+
+
+def run(cfg, devices=4):
+    train(cfg, make_mesh(cfg.mesh, jax.devices()[:devices]), reinforce_batches)
+
+
+def engine(text: str) -> str:
+    return f"reinforce.engine={{{text}}}"
+
+
+PLACES = {
+    "pipeline, engine apart": ((*PIPELINE, engine("devices: 4, tp: 2, dp: 2")), ()),
+    "pipeline, engine in its stages, rated by roles": (PIPELINE, RATED),
+    "pipeline, engine over tp": ((*PIPELINE, engine("tp: 4")), ()),
+    "parts, engine apart": ((*PARTS, engine("devices: 3")), ()),
+    "parts, engine apart in stages": ((*PARTS, engine("devices: 4, pp: 2")), ()),
+    "parts, adapters to an engine apart": (
+        (*PARTS, engine("devices: 2, tp: 2")),
+        ("lora.rank=4",),
+    ),
+    "pipeline, adapters to stages apart": (
+        (*PIPELINE, engine("devices: 2, pp: 2")),
+        ("lora.rank=4",),
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("name", PLACES)
+def test_wherever_the_engine_is_a_run_is_that_of_one_device(tmp_path, name):
+    axes, keys = PLACES[name]
+    keys = LONG, TWO, "train.micro_batch_size=2", *keys
+    run(config(tmp_path / "one", *keys, steps=3), devices=1)
+    run(config(tmp_path / "four", *keys, *axes, steps=3))
+    assert_alike(tmp_path / "four", tmp_path / "one")
+    rated = figures(tmp_path / "four")
+    # An engine with weights of a step before would rate tokens otherwise.
+    assert all(r["sampling/token_mult_prob_error"] < 1 + 1e-5 for r in rated)
+
+
+def assert_alike(folder, other):
+    """Two runs have equal rewards and transcripts, and figures but for sums in another order."""
+    shown = [[t for t in events(f) if t.startswith("rollout: ")] for f in (folder, other)]
+    assert shown[0] == shown[1] and len(shown[0]) == len(figures(other)) > 2
+    for ours, theirs in zip(figures(folder), figures(other), strict=True):
+        assert ours["reward"] == theirs["reward"]
+        for name in ("loss", "grad_norm", "entropy", "completions/mean_length"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(ours.get("kl", 0), theirs.get("kl", 0), rtol=1e-3, atol=1e-5)
+
+
+AHEAD = LONG, "reinforce.max_staleness=1", "train.micro_batch_size=2"
+APART = *PARTS, engine("devices: 4, tp: 2")
+
+
+@slow
+def test_a_phase_is_drawn_beside_the_update_before_it(tmp_path, monkeypatch):
+    """So it is the one that shared devices draw between updates, with weights one step older."""
+    is_updating, has_drawn = threading.Event(), threading.Event()
+    draw, update = Engine.step, Trainer.step
+    awaited = []
+
+    def drawing(self):
+        if is_updating.is_set():
+            has_drawn.set()
+        return draw(self)
+
+    def updating(self, *given):
+        if self.step_number < 3:
+            is_updating.set()
+            awaited.append(has_drawn.wait(60))
+        metrics = update(self, *given)
+        is_updating.clear()
+        has_drawn.clear()
+        return metrics
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", drawing)
+        patched.setattr(Trainer, "step", updating)
+        run(config(tmp_path / "apart", *AHEAD, *APART))
+    assert awaited == [True] * 3
+    with monkeypatch.context() as patched:
+        patched.setattr(EnginePlace, "is_apart", True)
+        run(config(tmp_path / "shared", *AHEAD), devices=1)
+    assert_alike(tmp_path / "apart", tmp_path / "shared")
+    found = figures(tmp_path / "apart")
+    assert [r["staleness_max"] for r in found] == [0, 1, 1, 1]
+    assert [r["staleness"] for r in found] == [0, 1, 1, 1]
+    assert all(r["seconds/waiting"] >= 0 and r["seconds/hand_over"] >= 0 for r in found)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("keys", "kills"),
+    [
+        pytest.param((), [30]),
+        pytest.param(("reinforce.drops_equal_groups=true",), [*range(6, 46, 4)], marks=exhaustive),
+    ],
+)
+def test_a_run_that_is_killed_as_it_draws_ahead_ends_with_the_bits_of_another(
+    tmp_path, monkeypatch, keys, kills
+):
+    """A checkpoint has the phase that is drawn ahead, whose weights are gone by then."""
+    keys = *AHEAD, *keys, "checkpoint.interval=1", engine("devices: 1")
+    keys = *keys, "reinforce.correction=truncate"  # reads what the sampler's weights were
+    whole, parts = config(tmp_path / "whole", *keys), config(tmp_path / "parts", *keys)
+    run(whole, devices=1)
+    draw = Engine.step
+
+    def slowly(self):
+        time.sleep(0.05)  # so that checkpoints come before a phase is drawn
+        return draw(self)
+
+    monkeypatch.setattr(Engine, "step", slowly)
+    for number in kills:
+        run_until_killed(lambda cfg: run(cfg, devices=1), parts, number, monkeypatch)
+    run(parts, devices=1)
+    jax.tree.map(np.testing.assert_array_equal, final_params(parts), final_params(whole))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    names = "reward", "completions/mean_length", "staleness", "groups_dropped"
+    pairs = zip(figures(tmp_path / "parts"), figures(tmp_path / "whole"), strict=True)
+    assert all(a[name] == b[name] for a, b in pairs for name in names)
+
+
+@exhaustive
+def test_a_run_that_ends_as_it_draws_ahead_goes_on_with_what_it_has(tmp_path, monkeypatch):
+    cfg = config(tmp_path, *AHEAD, engine("devices: 1"), "checkpoint.interval=1")
+    update, count = Trainer.step, 0
+
+    def ended(self, *given):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise Killed
+        return update(self, *given)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Trainer, "step", ended)
+        run(cfg, devices=1)
+    assert not [t for t in threading.enumerate() if t.name.startswith("rollouts") and is_busy(t)]
+    run(cfg, devices=1)
+    assert [r["step"] for r in figures(tmp_path)] == [1, 2, 3, 4]
+
+
+def is_busy(thread: threading.Thread) -> bool:
+    """Whether a thread draws, and does not wait for work."""
+    frame = sys._current_frames().get(thread.ident)
+    return frame is not None and any(f.name == "_draw" for f in traceback.extract_stack(frame))
+
+
+@exhaustive
+def test_adapters_alone_are_moved(tmp_path):
+    cfg = config(tmp_path, "lora.rank=4", "mesh.tp=2", engine("devices: 2, tp: 2"))
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+    trainer.init()
+    policy = World(trainer).policy
+    before = policy.take_weights().runner.params
+    own = set(jax.devices()[-2:])
+    assert all(leaf.devices() == own for leaf in jax.tree.leaves(before))
+    trainer.step_number = 1
+    after = policy.take_weights().runner.params
+    same = jax.tree.leaves(jax.tree.map(lambda a, b: a is b, before, after))
+    trained = len(jax.tree.leaves(trained_only(trainer.specs, trainer.specs)))
+    assert len(same) > same.count(False) >= trained > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devices: 8", r"devices=8: the run has 8 devices, .* give 1 to 7"),
+        ("devices: 0", "devices=0: give a whole number"),
+        ("devices: 2.5", "devices=2.5: give a whole number"),
+        ("devices: '4'", "devices='4': give a whole number"),
+        ("devices: 5", "the trainer has some of the last 5 devices"),
+        ("devices: 4, tp: 3", "num_attention_heads=4 is not divisible by mesh.tp=3"),
+        ("devices: 3, tp: 2", "make 2, which does not divide the 3 devices"),
+        ("devices: 4, tp: 2, dp: 1", "need 2 devices but there are 4"),
+        ("devices: 4, pp: 4", "num_hidden_layers=1 leaves some of mesh.pp=4"),
+        ("tp: 2, dp: 4", "need 8 devices but there are 4"),
+        ("cp: 2", "there is no option cp"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused_in_a_line(tmp_path, text, message):
+    cfg = config(tmp_path, "mesh.dp=4", "train.micro_batch_size=1", engine(text))
+    with pytest.raises(UserError, match=message) as error:
+        reinforce_batches(Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:4])), {})
+    assert "reinforce.engine" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_are_cut_where_they_come_from(tmp_path):
+    keys = "mesh.dp=3", "train.global_batch_size=6", "train.micro_batch_size=2"
+    cfg = config(tmp_path, *keys, engine("devices: 4, tp: 2"))
+    with pytest.raises(UserError, match="do not divide the trainer's 3"):
+        reinforce_batches(Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:3])), {})
+
+
+def test_a_run_leaves_the_last_devices_to_its_engine(tmp_path, monkeypatch):
+    cfg = config(tmp_path, engine("devices: 6"), "train.micro_batch_size=2")
+    assert training_devices(cfg, jax.devices()) == jax.devices()[:2]
+    assert training_devices(config(tmp_path), jax.devices()) == jax.devices()
+    client = TrainingClient(cfg)
+    assert client.trainer.mesh.devices.flatten().tolist() == jax.devices()[:2]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="devices=6 is built for one process"):
+        training_devices(cfg, jax.devices())
