@@ -25,6 +25,7 @@ LATENT_HEADS = 576, 512  # its keys and values where these are a part of keys
 PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
+MOST_SCRATCH = 2**32  # bytes: cuDNN keeps a gradient of all queries of a row for each document
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
 
 FEWEST = {  # elements of the widest input: with less, nothing is won
@@ -173,6 +174,15 @@ def _attention(
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
+    scratch = 4 * math.prod(x.shape[:3]) * (x.shape[3] + 1) * call.max_documents
+    if has_several and scratch > MOST_SCRATCH:
+        why = (
+            f"cuDNN's backward would take {scratch / 1e9:.0f} GB for {call.max_documents} documents"
+        )
+        if not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
+            return Choice("mosaic", why)
+        if x.shape[1] < x.shape[3] * call.max_documents:  # scores take less
+            return Choice("xla", why)
     if value_size not in (None, x.shape[-1]):
         heads = f"heads of {x.shape[-1]} and values of {value_size}"
         return Choice("cudnn", f"it takes {heads} as they are (padded, in packed documents)")
