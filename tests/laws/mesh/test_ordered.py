@@ -36,6 +36,7 @@ def test_every_two_collectives_depend_on_each_other(feature, cell, keys):
     assert not independent(text)
 
 
+@slow
 def test_the_law_can_fail(monkeypatch):
     monkeypatch.setattr(programs, "in_program_order", lambda program: program)
     assert independent(make_trainer("dense", Cell(PIPELINE, 1, 1, 24)).lower().compile().as_text())

@@ -273,6 +273,7 @@ def test_generation_with_tags_is_the_forward_pass_by_hand(
     )
 
 
+@slow
 def test_texts_without_images_and_too_few_tiles():
     cfg = load(None, [*TEXT, "data.mock=true"]).model
     definition, params = split(build(cfg, nnx.Rngs(0)))

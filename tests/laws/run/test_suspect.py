@@ -104,6 +104,7 @@ def test_too_many_suspect_steps_end_the_run(tmp_path, run):
         run(tmp_path, "train.on_suspect=skip", "train.max_suspects=2", bad)
 
 
+@slow
 def test_a_step_above_the_limit_without_a_token_or_behind_a_closed_gate_changes_nothing(tmp_path):
     cfg = config(tmp_path)
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))

@@ -80,6 +80,7 @@ def check(model: Pretrained, given: Engine) -> None:
         assert_of_adapter(model, request.output, slot)
 
 
+@slow
 def test_rows_of_a_step_have_adapters_of_their_own(model, given):
     check(model, given)
     with pytest.raises(UserError, match="adapter=three is not among .*: one, two"):

@@ -147,6 +147,7 @@ def assert_of_plain_forward(given: Pretrained, seen: Seen) -> None:
         assert [text[-1], *guesses][:known] == wanted[:known]
 
 
+@slow
 @pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_tokens_and_guesses_are_those_of_a_plain_forward(kind):
     """In chunks, with prefix hits, and with so few pages that rows lose theirs."""

@@ -64,6 +64,7 @@ MESHES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("cell", quick(MESHES, 1), ids=str)
 def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
     feature = "experts" if "ep" in cell.mesh else "dense"

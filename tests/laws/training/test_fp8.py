@@ -41,6 +41,7 @@ def distance(a: dict, b: dict) -> float:
     return float(np.sqrt(sum(p[0] for p in pairs) / sum(p[1] for p in pairs)))
 
 
+@slow
 @pytest.mark.parametrize(
     "recipe, cell, more",
     quick(
@@ -261,6 +262,7 @@ def test_it_learns_like_fp32():
         assert abs(learn(recipe) - exact) < 0.01 * exact, recipe
 
 
+@slow
 @pytest.mark.parametrize(
     "before, after", [("delayed", "none"), pytest.param("none", "delayed", marks=pytest.mark.slow)]
 )

@@ -126,6 +126,7 @@ def exchanged_and_computed(trainer: Trainer) -> tuple[set, set]:
     return sums, products
 
 
+@slow
 @pytest.mark.parametrize(
     "cell, more",
     quick(
@@ -169,6 +170,7 @@ def test_a_run_resumes_and_another_choice_is_refused(tmp_path):
         make_trainer("dense", Cell(), f"run.dir={tmp_path}").restore()
 
 
+@slow
 @pytest.mark.parametrize(
     "feature, stack, part",
     quick([("muon", "dense", "attention"), ("experts", "moe", "mlp")], 1),

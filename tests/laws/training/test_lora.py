@@ -105,6 +105,7 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
     assert deviation(found, expected) <= (2e-5 if feature == "hybrid" else 1e-5)
 
 
+@slow
 def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
     trainer = make_trainer("dense", Cell({"dp": 2}, 1, 2), RANK, "lora.trained=[norm]")
     trainer.init()  # where b is zero

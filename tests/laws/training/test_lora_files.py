@@ -36,7 +36,7 @@ from mjax.run.resume import resume
 from mjax.train import Trainer
 from tests.adapters import adapted_values, drawn_adapters
 from tests.chats import CHATML, MARKED, write_tokenizer
-from tests.marks import quick
+from tests.marks import quick, slow
 
 ROWS = 4
 MODEL = [
@@ -133,6 +133,7 @@ def require_weights_of(trainer: Trainer, run: Path) -> dict:
 NF4 = ["lora.base=nf4", "model.hidden_size=64", "model.intermediate_size=128"]
 
 
+@slow
 @pytest.mark.parametrize(
     "keys",
     quick([["lora.init=pissa"], [*NF4, "lora.init=pissa"], [*NF4, "lora.dora=true"]], 0),

@@ -16,7 +16,7 @@ from mjax.config import load
 from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.marks import quick
+from tests.marks import quick, slow
 
 TINY = [
     "model.vocab_size=64",
@@ -342,6 +342,7 @@ def test_the_engine_serves_a_load_and_compiles_nothing_later(capsys):
     assert found["first_ms"]["p50"] > 0 and found["between_ms"]["p50"] > 0
 
 
+@slow
 def test_a_model_that_guesses_for_itself_says_how_often_it_is_right(capsys):
     argv = ["--requests=2", "--prompt=5", "--new=9", "--rows=2", "--chunk=16"]
     argv += ["--drafts=2", "--drafter=mtp", *SMALL_MODEL, "model.num_nextn_predict_layers=1"]

@@ -10,6 +10,7 @@ from mjax.errors import UserError
 from mjax.infer.async_engine import AsyncEngine, EngineDied
 from mjax.infer.requests import SamplingParams
 from tests.laws.serving.kinds import PAGE, assert_greedy, at_rest, emptied, engine, model
+from tests.marks import slow
 
 KIND = "keys and values"
 LONG = SamplingParams(max_tokens=100)
@@ -55,6 +56,7 @@ async def output_of(serving, name, prompt, params=LONG):
     return update.request.output, text
 
 
+@slow
 def test_many_callers_at_a_time_get_their_own_tokens(given):
     async def serve(serving):
         requests = [

@@ -202,6 +202,7 @@ def test_the_kernel_solves_systems_as_substitution_does(monkeypatch, transposed)
     np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-5 * np.abs(want).max())
 
 
+@slow
 @pytest.mark.parametrize("packed", quick([False, True], 1))
 def test_kernels_equal_plain_jax(monkeypatch, packed):
     """Values, final state and all gradients, in fp32, which the chooser leaves to plain JAX."""

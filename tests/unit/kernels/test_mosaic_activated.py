@@ -16,7 +16,7 @@ from mjax.kernels.matmul.grouped_tiles import GroupTile
 from mjax.models.base.weight import Weight
 from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
 from tests.devices import HOPPER
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.mosaic_interpreter import interpreted
 
 BF16 = 2.0**-8
@@ -57,6 +57,7 @@ def close(got, expected, parts):
     assert jnp.linalg.norm(got - expected) <= 0.8 * BF16 * jnp.linalg.norm(expected)
 
 
+@slow
 @pytest.mark.parametrize("m, depth, width, act, tile", quick(CASES, 1))
 def test_kernels_equal_the_plain_version(monkeypatch, m, depth, width, act, tile):
     x, g, up, down, bias = draw(m, depth, width)
@@ -92,6 +93,7 @@ def test_functions_of_numbers_far_from_zero(monkeypatch):
         np.testing.assert_allclose(wide(slope[:, 3]), steep, atol=2e-2)
 
 
+@slow
 @pytest.mark.parametrize("summed", quick([False, True], 1), ids=["alone", "added to sums"])
 def test_a_block_has_the_gradients_of_its_matmuls(monkeypatch, summed):
     x, r, up, down, bias = draw(264, 128, 256)

@@ -51,6 +51,7 @@ def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-4 * max(1, abs(expected).max()))
 
 
+@slow
 @pytest.mark.parametrize(("m", "k", "n", "tile", "sizes"), quick(CASES, 0))
 def test_kernels_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
     """Rows by weights and by transposed weights, and gradients of weights, alone and summed."""

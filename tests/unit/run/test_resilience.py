@@ -86,6 +86,7 @@ def test_the_largest_value_of_all_devices_is_replicated():
     assert int(largest_of_all(GO_ON)) == GO_ON
 
 
+@slow
 def test_two_processes_agree_when_one_is_signaled():
     script = """
         import os, signal, sys

@@ -227,6 +227,7 @@ def test_too_few_end_after_the_patience_and_enough_go_on_if_the_batch_allows(tmp
     first.join(60)
 
 
+@slow
 def test_a_process_that_comes_back_is_seen(tmp_path):
     peers = [meet(tmp_path, i, 2, smallest=1, patience=3.0) for i in range(2)]
     assert peers[0].meet(lambda: False).members == (0,)

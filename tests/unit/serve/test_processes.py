@@ -101,6 +101,7 @@ def streamed(url: str, on_first=lambda: None) -> list[str]:
     return events
 
 
+@slow
 def test_what_runs_ends_after_sigterm_and_nothing_new_is_taken(toy):
     server = Started(toy, *SMALL, "--port=0")
     url = server.ready()
