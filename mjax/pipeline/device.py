@@ -58,7 +58,8 @@ class Device:
     """All that a device needs to run any unit.
 
     weights: local, as `load_weights` gives them; stacks are [v * slots, ...].
-    micro_batches: fields [m, ...], equal over pp. key: of dropout, or None.
+    micro_batches: fields [m, ...], equal over pp. whole: fields that each micro-batch takes whole.
+    key: of dropout, or None.
     """
 
     model: LocalModel
@@ -66,6 +67,7 @@ class Device:
     schedule: Schedule
     weights: dict
     micro_batches: Batch
+    whole: Batch
     key: jax.Array | None = None
 
     @property
@@ -113,7 +115,8 @@ class Device:
         return lax.cond(unit.new == 1, change, lambda: held)
 
     def micro_batch(self, number: jax.Array | int) -> Batch:
-        return {name: row_of(field, number) for name, field in self.micro_batches.items()}
+        own = {name: row_of(field, number) for name, field in self.micro_batches.items()}
+        return own | self.whole
 
     def unit_inputs(self, unit: Unit, micro_batch: Batch) -> UnitInputs:
         layers = self.layout.table()  # [pp, v, slots], -1 where a slot is empty

@@ -229,16 +229,17 @@ def pipeline_gradients(
     layout: Layout,
     weights: dict,
     micro_batches: Batch,
+    whole: Batch,
     key: jax.Array,
     denominators: Denominators,
 ) -> tuple[Scalars, dict]:
     """(this device's shares of losses and statistics, cotangents of their total, summed).
 
-    `weights` are local, in storage order. `micro_batches` [m, ...] are equal over pp. A cotangent
-    is as `add_gradients` sums it.
+    `weights` are local, in storage order. `micro_batches` [m, ...] are equal over pp, and each
+    takes the fields `whole`. A cotangent is as `add_gradients` sums it.
     """
     schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
-    device = Device(model, layout, schedule, weights, micro_batches, key)
+    device = Device(model, layout, schedule, weights, micro_batches, whole, key)
     ticks = TrainingTicks(device, denominators)
     x, kept, vjp_layout = ticks.probe()
 
@@ -266,6 +267,7 @@ def pipeline_losses(
     layout: Layout,
     weights: dict,
     micro_batches: Batch,
+    whole: Batch,
     zeros: Scalars,
     nothing: Scalars,
 ) -> tuple[Scalars, Scalars]:
@@ -278,7 +280,8 @@ def pipeline_losses(
     def head(y: Activation, micro_batch: Batch, number: jax.Array) -> Scalars:
         return model.head_losses(weights, y, micro_batch, None)[0]
 
-    return _forward_sums(model, layout, weights, micro_batches, head, zeros, nothing)
+    given = model, layout, weights, micro_batches, whole
+    return _forward_sums(*given, head, zeros, nothing)
 
 
 def pipeline_outputs(
@@ -299,13 +302,12 @@ def pipeline_outputs(
         found = output(y, micro_batch)
         return jax.tree.map(lambda one: jnp.where(_along(is_own, one), one, 0), found)
 
-    device = Device(
-        model, layout, make_schedule(layout.pp, layout.v, count), weights, micro_batches
-    )
+    schedule = make_schedule(layout.pp, layout.v, count)
+    device = Device(model, layout, schedule, weights, micro_batches, {})
     micro_batch = device.micro_batch(0)
     x = jax.eval_shape(device.embed, device.edge_weights, micro_batch)
     shapes = jax.eval_shape(head, x, micro_batch, 0)
-    given = model, layout, weights, micro_batches
+    given = model, layout, weights, micro_batches, {}
     found, _ = _forward_sums(*given, head, _zeros_like(shapes), {})
     return jax.tree.map(lambda each: model.placement.parallel.psum(each, "pp"), found)
 
@@ -320,13 +322,14 @@ def _forward_sums(
     layout: Layout,
     weights: dict,
     micro_batches: Batch,
+    whole: Batch,
     head: Callable[[Activation, Batch, jax.Array], Any],
     zeros: Any,
     nothing: Scalars,
 ) -> tuple[Any, Scalars]:
     """(sums of `head` over the micro-batches of a last stage, sums of statistics)."""
     schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
-    device = Device(model, layout, schedule, weights, micro_batches)
+    device = Device(model, layout, schedule, weights, micro_batches, whole)
 
     def tick(carry: tuple, unit: Unit, _) -> tuple:
         y, sums, statistics, held = carry

@@ -4,7 +4,7 @@ from functools import partial
 
 from mjax.objectives.fields import Batch
 from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
-from mjax.post.base.roles import Role, RoleFields, reference_of, require_no_pipeline
+from mjax.post.base.roles import Role, RoleFields, reference_of
 from mjax.post.base.stored_scores import answer_datasets, attach_stored_scores
 from mjax.post.preferences.mismatched import MISMATCHED
 from mjax.post.preferences.objective import Preference
@@ -30,10 +30,8 @@ def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
                 assert isinstance(stream, DatasetStream)
                 attach_stored_scores(reference, kind, list(answer_datasets(stream.data)))
         else:
-            require_no_pipeline(trainer, "the reference of a step")
             fields.append(partial(_field, "ref_log_probs", reference, kind))
     if objective.reads_kl:
-        require_no_pipeline(trainer, "preference.loss_type=kto")
         policy = Role("policy", trainer, frozen=False)
         trainer.live_role_fields = RoleFields((partial(_field, "kl", policy, MISMATCHED),))
     trainer.role_fields = RoleFields(tuple(fields))

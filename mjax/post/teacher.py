@@ -164,9 +164,9 @@ def _top_of(teacher: Role, kind: ProgramKind, batch: HostBatch) -> HostBatch:
 
 def teacher_of(trainer: Trainer) -> Role:
     """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
-    require_no_pipeline(trainer, "distillation")
     cfg = trainer.cfg
     if not cfg.distill.teacher_mesh:
+        require_no_pipeline(trainer, "a teacher without distill.teacher_mesh")
         own = Trainer(teacher_run(cfg), trainer.mesh)
     elif not trainer.role_devices:
         raise UserError("distill.teacher_mesh needs a trainer of devices; give it no mesh")

@@ -291,7 +291,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
 
     if program.layout is not None:
         losses, cotangents = pipeline_gradients(
-            model, program.layout, weights, micro_batches, key, denominators
+            model, program.layout, weights, micro_batches, whole, key, denominators
         )
     elif execution.micro_batches == 1:
         only = jax.tree.map(lambda field: field[0], micro_batches)
@@ -335,7 +335,7 @@ def evaluation_sums(
         return jax.tree.map(jnp.add, totals, losses), None
 
     if program.layout is not None:
-        sums = pipeline_losses(model, program.layout, weights, micro_batches, *zeros)
+        sums = pipeline_losses(model, program.layout, weights, micro_batches, whole, *zeros)
     else:
         sums, _ = jax.lax.scan(add, zeros, micro_batches)
     return *sums, denominators

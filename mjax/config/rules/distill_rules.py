@@ -14,10 +14,11 @@ def students_are_decoders(c: Config) -> Iterator[str]:
         yield f"`train.objective` is not built for the architecture {name}"
 
 
-@rule("write the teacher's tokens with mjax distill --write on a mesh with mesh.pp=1")
+@rule("give the teacher devices, or write its tokens with mjax distill --write and mesh.pp=1")
 def teachers_have_no_pipeline(c: Config) -> Iterator[str]:
-    if c.train.objective == "distill" and c.mesh.pp > 1 and c.distill.stored is None:
-        yield "`mesh.pp`: the teacher of a step needs `distill.stored`"
+    shares = c.distill.stored is None and not c.distill.teacher_mesh
+    if c.train.objective == "distill" and c.mesh.pp > 1 and shares:
+        yield "`mesh.pp`: the teacher of a step needs `distill.teacher_mesh` or `distill.stored`"
 
 
 @rule("leave distill.hidden_layers out, or train with distill.teacher and without lora.rank")
@@ -28,6 +29,8 @@ def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
         yield "`distill.hidden_layers`: `distill.stored` has no outputs of layers"
     if c.lora.rank:
         yield "`distill.hidden_layers` is not built with `lora.rank`"
+    if c.mesh.pp > 1:
+        yield "`distill.hidden_layers` is not built for the stages of `mesh.pp`"
     if not c.distill.hidden_losses:
         yield "`distill.hidden_layers` has no loss: `distill.hidden_losses` is empty"
     if max(c.distill.hidden_layers) >= c.model.num_hidden_layers:

@@ -51,13 +51,6 @@ def reference_is_used(c: Config) -> Iterator[str]:
         yield "`preference.reference_free` leaves kto nothing to compare with"
 
 
-@rule("precompute them on a mesh without pipeline: mesh.pp=1, with the same run.dir")
-def reference_has_no_pipeline(c: Config) -> Iterator[str]:
-    is_online = c.train.objective == "preference" and c.preference.needs_reference
-    if is_online and c.mesh.pp > 1 and not c.preference.precompute_ref_log_probs:
-        yield "`mesh.pp`: the reference of a step needs `preference.precompute_ref_log_probs`"
-
-
 @rule("set train.loss_divisor=tokens; preference.loss_divisor has pairs, sequences and tokens")
 def answers_have_a_divisor(c: Config) -> Iterator[str]:
     if c.train.objective in ANSWER_OBJECTIVES and c.train.loss_divisor != "tokens":

@@ -121,6 +121,6 @@ def values_in_order(placed: Batch, values: Any) -> np.ndarray:
 
 
 def require_no_pipeline(trainer: Trainer, what: str) -> None:
-    """Raise `UserError` for a role that would need a forward pass through a pipeline."""
+    """Raise `UserError` for a role that has no program for a pipeline."""
     if trainer.layout is not None:
         raise UserError(f"{what} needs a mesh without pipeline; set mesh.pp=1")

@@ -20,7 +20,7 @@ from mjax.data.loader import Dataset
 from mjax.errors import UserError
 from mjax.interop.adapters_of_run import without_adapters
 from mjax.pipeline.storage import canonical
-from mjax.post.base.roles import Role, require_no_pipeline
+from mjax.post.base.roles import Role
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.program_kind import ProgramKind
 
@@ -66,7 +66,6 @@ def digest_of_answers(data: AnswerDataset) -> str:
 def compute_scores(role: Role, kind: ProgramKind, data: AnswerDataset) -> list[np.ndarray]:
     """One array fp32: a score for each place of each document of a dataset, in their order."""
     trainer = role.trainer
-    require_no_pipeline(trainer, "preference.precompute_ref_log_probs without its files")
     if jax.process_count() > 1:
         raise UserError(
             "preference.precompute_ref_log_probs: the files are not there yet; make them with one "

@@ -157,10 +157,10 @@ def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     assert deviation(grads, grads1) <= 2e-6
 
 
-def circular(model, layout, weights, micro_batches, key, denominators):
+def circular(model, layout, weights, micro_batches, whole, key, denominators):
     def share(weights):
         schedule = run.make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
-        device = run.Device(model, layout, schedule, weights, micro_batches, key)
+        device = run.Device(model, layout, schedule, weights, micro_batches, whole, key)
 
         def tick(carry, unit, _):
             micro = device.micro_batch(unit.micro)

@@ -115,6 +115,8 @@ MESHES = [
     ("mesh.dp=4", "mesh.tp=2", "mesh.zero=1", "preference.loss_type=kto"),
     ("mesh.dp=2", "mesh.cp=4", "lora.rank=3", "preference.loss_type=[ipo,sft]"),
     ("mesh.dp=2", "mesh.ep=2", "mesh.tp=2", "model.layer_pattern=full+experts"),
+    ("mesh.pp=2", "mesh.dp=2", "mesh.tp=2", "model.num_hidden_layers=2"),
+    ("mesh.pp=2", "mesh.dp=4", "model.num_hidden_layers=2", "preference.loss_type=kto"),
 ]
 
 

@@ -19,7 +19,7 @@ from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make
 from mjax.run.dry_run import dry_run
 from mjax.sharding.mesh import make_mesh
 from mjax.train.program_kind import without_moments
-from mjax.train.step import GRADIENTS
+from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
 from tests.marks import slow
 
@@ -81,6 +81,18 @@ def test_a_teacher_on_its_own_devices_gives_the_losses_of_one_device(teacher, on
     trainer = trainer_of(teacher, devices, *KEYS, *keys)
     found = jax.device_get(trainer.run_program(GRADIENTS, make_batch(8)))
     assert deviation((found.losses, found.gradients), (one.losses, one.gradients)) <= 1e-5
+
+
+@slow
+def test_a_student_in_a_pipeline_learns_from_a_teacher_on_other_devices(teacher):
+    """Losses, gradients and held-out losses are those of one device."""
+    found = []
+    for devices, *mesh in (1,), (6, "mesh.pp=2", "mesh.dp=2", "distill.teacher_mesh={devices: 2}"):
+        trainer = trainer_of(teacher, devices, *KEYS[1:], *mesh)
+        got = trainer.run_program(GRADIENTS, make_batch(8))
+        held_out = trainer.run_program(LOSSES, make_batch(8))
+        found.append(jax.device_get((got.losses, got.gradients, held_out)))
+    assert deviation(found[1], found[0]) <= 1e-5
 
 
 @slow
