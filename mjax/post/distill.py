@@ -1,7 +1,7 @@
 """`mjax distill --config X distill.teacher=FOLDER`: train a student on a teacher's distributions.
 
 It is `mjax train` with the objective `distill` and other defaults. The teacher is a role
-(`roles.py`) on the mesh of the student: each step computes its activations first.
+(`base/roles.py`) on the mesh of the student or one of its own, and computes its activations first.
 """
 
 import argparse

@@ -28,7 +28,7 @@ RowsOf = Callable[[int], slice] | None
 class BatchStream(Protocol):
     """The batches of training, or those of an evaluation.
 
-    max_documents: a bound on the documents in a row.
+    max_documents: a bound on the documents in a row; that on its tokens, where there is none.
     padded: whether a row is one document, and then maybe padding.
     """
 

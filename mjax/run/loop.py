@@ -221,7 +221,7 @@ def look_at(run: TrainingRun, step: int) -> float | None:
     if is_scored(run, step):
         score_tasks(run)
     if run.devices.is_due(step):
-        record, line = run.devices.measure()
+        record, line = run.devices.measure(run.trainer.mesh.devices.flat)
         run.log.keep_figures({"step": step, **record, "time": time.time()})
         if line:
             run.log.event(step, line)

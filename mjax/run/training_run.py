@@ -1,5 +1,6 @@
 """`TrainingRun`: all that a run consists of in this process, and how it is put together."""
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -108,12 +109,17 @@ class DispatchedStep:
 
 
 def bound_documents(trainer: Trainer, batches: RunBatches) -> None:
-    """Promise the trainer's programs how many documents the rows of a run hold at most."""
+    """Promise the trainer's programs how many documents the rows of a run hold at most.
+
+    If they may be as many as its tokens, one process promises two, and counts those of each batch.
+    """
+    length = trainer.cfg.data.seq_length if jax.process_count() == 1 else math.inf
     padding = trainer.cfg.model.architecture.reads_target  # behind the documents of a row
     streams = batches.training, batches.held_out, batches.test, *batches.further.values()
     for stream in filter(None, streams):
         padded = stream.padded or (padding and stream.max_documents == 1)
-        trainer.programs.bound_documents(stream.max_documents + padding, padded)
+        most = 2 if stream.max_documents >= length > 1 else stream.max_documents
+        trainer.programs.bound_documents(most + padding, padded)
 
 
 def start_run(

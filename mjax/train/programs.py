@@ -72,8 +72,8 @@ class Programs:
         """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
 
         `padded` promises that what follows the first is padding, which counts as a document. Only
-        cuDNN's attention needs static bounds. The loop gives the dataset's, so that nothing
-        compiles twice and all processes agree.
+        cuDNN's attention needs static bounds. The loop gives the dataset's, where it has one, so
+        that nothing compiles twice and all processes agree.
         """
         self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
         self.padded = self.padded and (padded or most == 1)

@@ -55,6 +55,12 @@ def teachers_have_a_mesh(c: Config) -> Iterator[str]:
         yield "`distill.teacher_mesh` has sizes that do not divide its devices"
 
 
+@rule("leave devices out of it")
+def students_draw_on_their_devices(c: Config) -> Iterator[str]:
+    if c.train.objective == "distill" and "devices" in c.reinforce.engine:
+        yield "`reinforce.engine` has devices, but students of `train.objective` draw on their own"
+
+
 @rule("leave distill.teacher_mesh out, or give distill.teacher alone")
 def teachers_on_devices_are_live(c: Config) -> Iterator[str]:
     if c.distill.teacher_mesh and c.distill.stored is not None:

@@ -226,13 +226,15 @@ def weights_in_groups(c: Config) -> Iterator[str]:
         yield "`precision.weights` is not built for the adapters of `lora.rank`"
 
 
-@rule("set precision.compute=bfloat16 or precision.fp8=none")
+@rule("set precision.compute=bfloat16, or leave eight bits out")
 def fp16_without_fp8(c: Config) -> Iterator[str]:
     if c.precision.compute == "float16" and c.precision.fp8 != "none":
         yield (
             "`precision.fp8`: its scales are not built for gradients with the loss scale of "
             "`precision.compute`"
         )
+    if c.precision.compute == "float16" and c.precision.fp8_dispatch:
+        yield "`precision.fp8_dispatch` may round up beyond the range of `precision.compute`"
 
 
 @rule("set precision.params=float32 or precision.compute=bfloat16")

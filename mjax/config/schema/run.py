@@ -436,7 +436,7 @@ class PrecisionConfig(Group):
     fp8_emulate: bool = False
     """Let GPUs multiply rounded blocks in plain JAX, which is slow; Hopper's block128 too."""
     fp8_evaluation: bool = True
-    """Evaluate in the recipe, and with fp8_dispatch, too; else in `compute`."""
+    """Evaluate with the recipe and fp8_dispatch; false: in `compute`."""
     fp8_backend: Literal["xla", "te"] = "xla"
     """Code that rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
     fp8_amax_history: int = Field(1024, ge=1)

@@ -64,8 +64,7 @@ class RolloutStream:
 
     @property
     def max_documents(self) -> int:
-        answers = self.settings.prompts_per_step * self.settings.group_size
-        return 1 + min(answers, self.trainer.cfg.data.seq_length // 2)
+        return self.trainer.cfg.data.seq_length  # no bound: answers may be short
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         with self.collector:

@@ -7,7 +7,6 @@ So a phase that is done again after a kill gives the same transcripts. A group i
 """
 
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -187,7 +186,8 @@ class Collector:
         """
         if self._last is not None:
             return self._last
-        self.settle()
+        if self._ahead is not None:
+            wait([self._ahead])  # the next phase tells of errors, once the state is saved
         return self.bank.record(self._so_far)
 
     # ---- prompts ---------------------------------------------------------------------------------
@@ -197,8 +197,9 @@ class Collector:
         bank, skipped, longest = self.bank, 0, 0
         while count > 0:
             numbers = range(bank.cursor, bank.cursor + count)
-            bank.cursor += count
-            for number, ids, state in self._prompts(numbers):
+            prompts = self._prompts(numbers)
+            bank.cursor = numbers.stop
+            for number, ids, state in prompts:
                 longest = max(longest, len(ids))
                 if len(ids) + self.plan.most > self.plan.room:
                     skipped += 1
@@ -303,11 +304,6 @@ class Collector:
         self._has_news = True
         rollout.metrics |= turn.metrics
         if turn.reward is not None:
-            if not math.isfinite(turn.reward):
-                raise UserError(
-                    f"reinforce.environment: the reward of prompt {place[0]} is {turn.reward}; "
-                    "give a finite number"
-                )
             rollout.reward, rollout.reason = float(turn.reward), turn.reason
         elif rollout.drawn >= plan.most or len(rollout.ids) + len(turn.ids) >= plan.room:
             rollout.reward, rollout.reason = 0.0, NO_ROOM

@@ -48,12 +48,16 @@ class EnginePlace:
 
 def training_devices(cfg: Config, devices: Sequence[jax.Device]) -> list[jax.Device]:
     """The devices of a run that its engine leaves to the trainer."""
-    count = _numbers_of_devices(cfg.reinforce.engine).get("devices")
+    sizes = _numbers_of_devices(cfg.reinforce.engine)
+    count = sizes.get("devices")
     if count is None:
         return list(devices)
     if jax.process_count() > 1:
         raise UserError(f"{_DEVICES}={count} is built for one process; start it without a launcher")
-    return split_devices(devices, count, _DEVICES)[0]
+    own, apart = split_devices(devices, count, _DEVICES)
+    sizes = {name: size for name, size in sizes.items() if name != "devices"}
+    _engine_mesh(cfg, sizes, apart)  # a plan, too, says what does not fit
+    return own
 
 
 def engine_place_of(trainer: Trainer, options: Mapping[str, Any]) -> EnginePlace:

@@ -9,7 +9,7 @@ unless only a part of them changes. On devices of its own the engine may draw be
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,10 @@ class PolicyEngine:
         self._dtype = jnp.dtype(trainer.cfg.precision.compute)
         self._form = form_of(options.get("weight_dtype"), trainer.definition.specs)
         lanes = self.place.parallel.size(*DATA_AXES)
-        rows = min(options.pop("rows", _ROWS), -(-most_rows // lanes))
+        rows = options.pop("rows", _ROWS)
+        if type(rows) is not int or rows < 1:
+            raise UserError(f"reinforce.engine: rows={rows!r}: give a whole number of 1 or more")
+        rows = min(rows, -(-most_rows // lanes))
         rows = powers_of_two(1, rows)[-1]
         chunk = options.pop("chunk", _CHUNK)
         options.setdefault("pages", 1 + rows * -(-length // PAGE))
@@ -93,10 +96,11 @@ class PolicyEngine:
     def take_weights(self) -> Engine:
         """The engine, awake and with the weights of the trainer as they are now.
 
-        It waits for what `draw_beside` has begun.
+        It waits for what `draw_beside` has begun; who began it is told of errors.
         """
         if self._drawing is not None:
-            self._drawing.result()
+            wait([self._drawing])
+            self._drawing = None
         trainer, engine = self.trainer, self.engine
         if engine is None:
             self.engine = engine = Engine(

@@ -8,7 +8,7 @@ they are. After the checks of NVIDIA's resiliency extension and MegaScale.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -35,16 +35,19 @@ class SlowDeviceWatch:
     interval: int | None
     time_device: Callable[[jax.Device], float] = field(default_factory=lambda: seconds_of_matmul)
     _seen: Counter[int] = field(default_factory=Counter)
+    _devices: list[jax.Device] = field(default_factory=list)
 
     def is_due(self, step: int) -> bool:
         return self.interval is not None and step % self.interval == 0
 
-    def measure(self) -> tuple[Record, str]:
+    def measure(self, devices: Sequence[jax.Device]) -> tuple[Record, str]:
         """(the fields of a record, a line on a device that has become conspicuous or "").
 
-        Every process must call it.
+        Every process must call it, with the devices that train. Others may be at work.
         """
-        mine = np.array([self.time_device(device) for device in jax.local_devices()], np.float32)
+        self._devices = sorted(devices, key=lambda d: (d.process_index, d.id))
+        own = [d for d in self._devices if d.process_index == jax.process_index()]
+        mine = np.array([self.time_device(device) for device in own], np.float32)
         if jax.process_count() == 1:
             times = mine
         else:
@@ -52,7 +55,7 @@ class SlowDeviceWatch:
         return self.judge(1000 * times.astype(np.float64))
 
     def judge(self, times: np.ndarray) -> tuple[Record, str]:
-        """As `measure`, from the milliseconds of all devices, by process."""
+        """As `measure`, from the milliseconds of its devices, by process."""
         median, slowest = float(np.median(times)), int(times.argmax())
         record = {
             "device_ms": median,
@@ -64,7 +67,7 @@ class SlowDeviceWatch:
         self._seen[slowest] += 1
         if self._seen[slowest] != SEEN:
             return record, ""
-        device = sorted(jax.devices(), key=lambda d: d.process_index)[slowest]
+        device = (self._devices or jax.devices())[slowest]
         return record, (
             f"device {device.id} of process {device.process_index} ({device.device_kind}) is slow: "
             f"a matmul takes it {times[slowest]:.3g} ms, the median device {median:.3g} ms"

@@ -158,6 +158,32 @@ def test_a_run_that_is_killed_as_it_draws_ahead_ends_with_the_bits_of_another(
     assert all(a[name] == b[name] for a, b in pairs for name in names)
 
 
+@slow
+def test_an_error_in_what_is_drawn_ahead_is_told_once_the_state_is_saved(tmp_path, monkeypatch):
+    """Held-out prompts and a checkpoint come before it, and no prompt is left out afterwards."""
+    keys = *AHEAD, engine("devices: 1"), "checkpoint.interval=1", "train.eval_interval=1"
+    cfg, reset, asked = config(tmp_path, *keys), sister.Evens.reset, []
+
+    def broken(self, seed, index):
+        if threading.current_thread().name.startswith("rollouts"):
+            asked.append(index)
+            raise ValueError("no more prompts")
+        return reset(self, seed, index)
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="no more prompts"):
+        patched.setattr(sister.Evens, "reset", broken)
+        run(cfg, devices=1)
+    assert [r["step"] for r in figures(tmp_path)] == [1]
+    assert (tmp_path / "checkpoints/1").is_dir()
+    again = []
+    monkeypatch.setattr(
+        sister.Evens, "reset", lambda *given: again.append(given[2]) or reset(*given)
+    )
+    run(cfg, devices=1)
+    assert [r["step"] for r in figures(tmp_path)] == [1, 2, 3, 4]
+    assert asked[0] == 2 and {2, 3, 4, 5, 6, 7} <= set(again)
+
+
 @exhaustive
 def test_a_run_that_ends_as_it_draws_ahead_goes_on_with_what_it_has(tmp_path, monkeypatch):
     cfg = config(tmp_path, *AHEAD, engine("devices: 1"), "checkpoint.interval=1")

@@ -716,6 +716,10 @@ BROKEN = {
         [*DISTILL, "distill.teacher_mesh={devices: 4, tp: 3}"],
         "distill.teacher_mesh={'devices': 4, 'tp': 3} has sizes that do not divide its devices",
     ),
+    "students_draw_on_their_devices": (
+        [*DISTILL, "distill.student_share=0.5", "reinforce.engine={devices: 4}"],
+        "reinforce.engine={'devices': 4} has devices, but students of train.objective='distill'",
+    ),
     "teachers_on_devices_are_live": (
         [*DISTILL, "distill.stored=folder", "distill.teacher_mesh={devices: 4}"],
         "distill.teacher_mesh={'devices': 4}: distill.stored='folder' needs no devices",

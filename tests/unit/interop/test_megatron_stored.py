@@ -1,5 +1,6 @@
 """How Megatron-LM's files hold tensors: in 8 bits, in files by rank; damage is one line."""
 
+import argparse
 import io
 import json
 import shutil
@@ -20,6 +21,7 @@ from mjax.interop.megatron.optimizer_state import optimizer_state
 from mjax.interop.megatron.parameters import megatron_source
 from mjax.interop.megatron.run_folder import import_run
 from mjax.interop.megatron.stored import torch_pickle as tp
+from mjax.interop.megatron.stored.archives import MappedTensor, unpickled
 from mjax.interop.megatron.stored.opening import open_checkpoint
 from mjax.interop.megatron.stored.torch_dist import open_torch_dist
 from mjax.interop.megatron.writing import export_torch_dist
@@ -515,3 +517,24 @@ def test_the_state_of_megatron_fsdp_is_read(written, tmp_path, monkeypatch):
 def test_other_states_of_torch_are_refused_by_name(written, tmp_path, sizes):
     with pytest.raises(UserError, match="torch_dcp, fsdp_dtensor with a pipeline.*convert it with"):
         megatron_source(of_fsdp(written, tmp_path / "c", **sizes))
+
+
+SETS = "}(S'__defaults__'\nI1\n\x85u\x86b."  # BUILD with attributes of what was named
+
+
+def test_a_pickle_changes_nothing_but_its_own_objects():
+    """Attributes that it sets on a function or class stay those of one pickle."""
+    named = ["argparse\nNamespace", f"{TE}mxfp8_tensor\n_make_mxfp8_tensor_in_reduce_ex"]
+    for name in named:
+        found = [unpickled(io.BytesIO(f"c{name}\nN{SETS}".encode("latin1"))) for _ in range(2)]
+        assert found[0] is not found[1] and found[0].__defaults__ == (1,)
+        fresh = unpickled(io.BytesIO(f"c{name}\n.".encode("latin1")))
+        assert getattr(fresh, "__defaults__", None) != (1,)
+    assert not hasattr(argparse.Namespace, "__defaults__")
+
+
+def test_an_empty_tensor_is_no_other_shape(tmp_path):
+    empty = MappedTensor(np.dtype(np.float32), 0, (0,), (4,))
+    assert empty.array(tmp_path, (0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="reshape"):
+        empty.array(tmp_path, (3, 4))

@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 import struct
+import types
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ class MappedTensor:
             data = replace(self, of=None).array(path)
             return Dequantized(self.of, data, self.scales.array(path), shape)
         if 0 in self.shape:
-            return np.empty(shape, self.dtype)
+            nothing = np.empty(self.shape, self.dtype)
+            return nothing.reshape(shape)
         steps = zip(self.shape, self.strides, strict=True)
         extent = sum((n - 1) * step for n, step in steps)
         flat = np.memmap(path, np.uint8, "r", self.at, (extent + self.dtype.itemsize,))
@@ -107,7 +109,7 @@ def mapped_tensor(
     """The place of a tensor of an archive with these storages; `kinds`: dtypes of storages."""
     if isinstance(stored, Quantized):
         data, scales = (mapped_tensor(x, places, _BYTES) for x in (stored.data, stored.scales))
-        if stored.transposed:
+        if stored.data_transposed:
             turned = ((*x[1:], *x[:1]) for x in (data.shape, data.strides))
             data = MappedTensor(data.dtype, data.at, *turned)
         return MappedTensor(data.dtype, data.at, data.shape, data.strides, stored, scales)
@@ -154,9 +156,18 @@ _KNOWN = {
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor_v2": lambda storage, *where: _tensor_or_number(storage, *where),
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "__builtin__.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
-    "builtins.getattr": lambda of, name: maker_of(of, name) or Inert(of, name),
+    "__builtin__.getattr": lambda of, name: _own(maker_of(of, name)) or Inert(of, name),
+    "builtins.getattr": lambda of, name: _own(maker_of(of, name)) or Inert(of, name),
 }
+
+
+def _own(known):
+    """A function or class that is a pickle's own: it may set attributes of what it names."""
+    if known is argparse.Namespace:
+        return type("Namespace", (argparse.Namespace,), {})
+    if isinstance(known, types.FunctionType):
+        return lambda *given: known(*given)
+    return known
 
 
 def _tensor_or_number(storage, *where):
@@ -178,7 +189,7 @@ class _InertUnpickler(pickle.Unpickler):
         known = _KNOWN.get(f"{module}.{name}")
         if module.startswith("transformer_engine."):
             known = maker_named(name)
-        return known or type(name, (Inert,), {"__module__": module})
+        return _own(known) or type(name, (Inert,), {"__module__": module})
 
     def persistent_load(self, pid: tuple) -> tuple[str, str, bytes | None]:
         """Class, key and, if short, content of a tensor's storage."""

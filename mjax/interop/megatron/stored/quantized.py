@@ -35,9 +35,10 @@ class UnknownForm(Exception):
 class Quantized:
     """A tensor of an archive whose values are `data` times `scales`.
 
-    transposed: `data` has the last axis of the values first. block: the rows and columns of values
-    that one scale is for; None: there is one scale. exponents: scales are powers of two, in bytes.
-    turned: scales lie transposed. swizzled: they lie in the order of cuBLAS. dtype: of the values.
+    data_transposed: `data` has the last axis of the values first. block: the rows and columns of
+    values that one scale is for; None: there is one scale. exponents: scales are powers of two, in
+    bytes. scales_transposed: they lie transposed. swizzled: they lie in the order of cuBLAS.
+    dtype: of the values.
     """
 
     data: StoredTensor
@@ -46,8 +47,8 @@ class Quantized:
     dtype: np.dtype
     block: tuple[int, int] | None = None
     exponents: bool = False
-    transposed: bool = False
-    turned: bool = False
+    data_transposed: bool = False
+    scales_transposed: bool = False
     swizzled: bool = False
 
 
@@ -63,7 +64,7 @@ class Dequantized:
         self.matrix = data.size // max(1, columns), columns
         if of.swizzled:
             scales = _from_tiles(scales, of.block == _COLUMN)
-        scales = scales.T if of.turned else scales
+        scales = scales.T if of.scales_transposed else scales
         if of.block:
             needed = tuple(-(-n // size) for n, size in zip(self.matrix, of.block, strict=True))
             scales = scales[: needed[0], : needed[1]]
@@ -74,16 +75,34 @@ class Dequantized:
         self.scales, self.data = scales, data.view(of.kind).reshape(shape)
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        values, scales = self.data[box].astype(np.float32), self.scales
-        if self.of.exponents:
-            scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        values = self.data[box].astype(np.float32)
         if self.of.block is None:
-            values *= scales.reshape(-1)
+            values *= self._factors(self.scales).reshape(-1)
+        elif self.data.shape == self.matrix and len(box) == 2:
+            values *= self._expanded(box)
         else:
-            by_row = np.repeat(scales, self.of.block[0], 0)
-            every = np.repeat(by_row, self.of.block[1], 1)[: self.matrix[0], : self.matrix[1]]
-            values *= every.reshape(self.data.shape)[box]
+            whole = tuple(slice(0, n) for n in self.matrix)
+            values *= self._expanded(whole).reshape(self.data.shape)[box]
         return values.astype(self.dtype)
+
+    def _factors(self, scales: np.ndarray) -> np.ndarray:
+        """Scales in fp32."""
+        if not self.of.exponents:
+            return scales
+        return np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+
+    def _expanded(self, box: tuple[slice, ...]) -> np.ndarray:
+        """The factor of each value in a box of the matrix."""
+        found, inside = self.scales, []
+        for axis, (own, size) in enumerate(zip(box, self.of.block, strict=True)):
+            start, stop, _ = own.indices(self.matrix[axis])
+            first = start // size
+            found = found.take(range(first, max(first, -(-stop // size))), axis)
+            inside.append(slice(start - first * size, stop - first * size))
+        found = self._factors(found)
+        for axis, size in enumerate(self.of.block):
+            found = np.repeat(found, size, axis)
+        return found[tuple(inside)]
 
 
 def _from_tiles(scales: np.ndarray, of_columns: bool) -> np.ndarray:
@@ -113,7 +132,7 @@ def _number_of(member: object) -> object:
 
 def _whole(data, number, scales, dtype, shape=None, columns=None) -> Quantized:
     own = columns if data is None else data
-    return _quantized(own, scales, number, dtype, transposed=data is None)
+    return _quantized(own, scales, number, dtype, data_transposed=data is None)
 
 
 def _by_rows(
@@ -133,7 +152,7 @@ def _by_blocks(
     alone = data is None
     kept = (columns, own) if alone else (data, scales)
     block = _SQUARE if is_square else (_VECTOR[::-1] if alone else _VECTOR)
-    form = {"transposed": alone, "block": block, "turned": alone == is_square}
+    form = {"data_transposed": alone, "block": block, "scales_transposed": alone == is_square}
     return _quantized(*kept, number, dtype, **form)
 
 
