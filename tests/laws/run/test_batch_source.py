@@ -12,6 +12,7 @@ from mjax.errors import NonFiniteLoss
 from mjax.run.batches import RunBatches, from_config
 from mjax.run.loop import train
 from mjax.run.resume import restored_record
+from mjax.run.training_run import bound_documents
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run.test_failures import losses, records
@@ -115,3 +116,18 @@ def test_the_default_source_is_that_of_the_config(tmp_path):
     assert len(rest) == 2 and len(first["tokens"]) == 4
     held_out = list(batches.held_out.batches(0, 1, None))
     assert not np.array_equal(held_out[0]["tokens"], first["tokens"])
+
+
+@pytest.mark.parametrize(("processes", "promised"), [(1, 2), (2, WIDTH)])
+def test_without_a_bound_one_process_counts_the_documents_of_batches(
+    tmp_path, monkeypatch, processes, promised
+):
+    """cuDNN's scratch memory grows with the bound, and processes must agree on one."""
+    cfg = config(tmp_path, 1, "train.attention=cudnn", "precision.compute=bfloat16")
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    batches = RunBatches(Counting(1, max_documents=WIDTH), Counting(1, max_documents=1))
+    bound_documents(trainer, batches)
+    assert trainer.programs.max_documents == promised
+    trainer.programs.bound_documents(5)
+    assert trainer.programs.max_documents == max(8, promised)
