@@ -7,10 +7,12 @@ import pytest
 
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
 
+@exhaustive
 def test_a_layer_solves_and_walks_by_our_kernels(monkeypatch):
     """The backward solves again, and the transposed system; it keeps the states."""
     choose_for(monkeypatch, GPU, "gated_delta", "causal_conv")

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.aot.common import compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -20,6 +21,7 @@ def scatters(text: str) -> list[str]:
     return [line for line in found if "unique_indices=true" not in line]
 
 
+@exhaustive
 def test_a_deterministic_program_has_no_atomic_sums_and_each_attention_says_so():
     usual = compile_step(LLAMA, "model.num_hidden_layers=1", *KEYS)
     assert scatters(usual.text), "the law can fail"

@@ -33,6 +33,7 @@ def test_a_backward_adds_no_bias_of_queries_and_keys_again():
     assert not [line for line in to_heads if "rematted_computation" in line]
 
 
+@exhaustive
 def test_context_parallel_encoders_trade_heads():
     made = compile_step(BERT, *TWO_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
     assert made.calls("__cudnn$fmhaSoftmax") == 2
@@ -63,6 +64,7 @@ def test_windows_to_both_sides_hold_scores_of_the_keys_near_by():
     assert "1024,1024]" not in made.text, "whole scores exist"
 
 
+@exhaustive
 @pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 def test_queries_keys_and_values_are_one_product_that_no_kernel_cuts_copies_or_adds_to():
     """Where each head has keys of its own, the attention of short rows reads them as they lie."""

@@ -9,7 +9,7 @@ from mjax.kernels.base.chooser import Device, believed
 from mjax.models import definition_of
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import compile_step, missing
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 
 WHY_NOT = missing(triton=True)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -35,7 +35,7 @@ def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
     assert made.temp < 15.5e9
 
 
-@slow
+@exhaustive
 def test_in_fp8_a_mixtral_layer_is_six_kernels_of_8_bits(monkeypatch, capfd):
     """Weights are turned while they are rounded, and the estimate of memory holds."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

@@ -23,6 +23,7 @@ def test_one_gpu_program_runs_attention_once_and_fits():
     assert f"[{logits // 128256},128256]" not in made.text, "whole logits exist"
 
 
+@exhaustive
 def test_zero_1_stores_an_eighth_and_gathers_once_a_step():
     eight = ("mesh.dp=8", "train.global_batch_size=32", "train.micro_batch_size=1")
     one = compile_step(LLAMA, *eight, "mesh.zero=1")

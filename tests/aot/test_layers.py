@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.aot.common import Compiled, compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -35,6 +36,7 @@ def test_zero_reduces_each_layer_by_itself():
     assert largest <= 4096 * 2 * 14336 // 4
 
 
+@exhaustive
 def test_one_micro_batch_hides_what_zero_exchanges():
     """Gathers run under the forward; gradients, in bf16, under the backward of the layer before.
     The first two layers and the tables end the step."""

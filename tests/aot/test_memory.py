@@ -10,6 +10,7 @@ from mjax.plan.activations import kept
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import Compiled, compile_step, missing
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -25,6 +26,7 @@ def compiled(*overrides: str) -> Compiled:
     return compile_step(LLAMA, *ONE, *overrides)
 
 
+@exhaustive
 def test_full_keeps_less_and_runs_attention_again_in_layers_that_are_unrolled():
     dots, full = compiled("train.remat=dots"), compiled("train.remat=full")
     assert dots.calls("__cudnn$fmhaSoftmax") == LAYERS
@@ -67,6 +69,7 @@ def test_the_estimate_is_near_the_compiler(overrides):
     assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
 
 
+@exhaustive
 def test_the_estimate_of_state_space_layers_is_near_the_compiler(monkeypatch):
     choose_for(monkeypatch, GPU, "ssd", "causal_conv", "norm")  # they keep less than plain JAX
     keys = ["model.num_hidden_layers=4", "model.mamba.n_groups=8", "data.seq_length=32768"]

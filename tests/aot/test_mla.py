@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.aot.common import Compiled, compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -45,6 +46,7 @@ def test_cudnn_computes_unlike_heads(name):
         assert made.calls("__cublas$lt$matmul$f8") == 3 * matmuls
 
 
+@exhaustive
 def test_packed_documents_pad_values():
     """jax gives cuDNN the same offsets for keys and values, so that they must be of one size."""
     path = "configs/models/llama3_8b.yaml"

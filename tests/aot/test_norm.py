@@ -6,6 +6,7 @@ import pytest
 
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
@@ -13,6 +14,7 @@ SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "trai
 CALL = r"custom-call\(([^)]*)\).*/norm_%s/triton_kernel_call"
 
 
+@exhaustive
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_one_call_a_norm(monkeypatch, compute):
     """Two in the body of the scan, which also take the stream's gradient, and the final one."""

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.aot.common import compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -22,6 +23,7 @@ KEYS = (
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
+@exhaustive
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_packed_calls_a_layer(tp):
     path = "configs/models/llama3_8b.yaml"

@@ -11,7 +11,7 @@ from mjax.pipeline import run
 from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train import step as steps
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 MICRO = 2  # sequences a device and micro-batch
 
@@ -143,7 +143,7 @@ def test_memory_does_not_grow_with_micro_batches(layers, remat):
     assert many - few <= activation // 4, "only the tick tables are longer"
 
 
-@slow
+@exhaustive
 def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     """The oracle: the forward ticks alone, differentiated by JAX."""
     where = cell({"pp": 2, "tp": 2}, 5)

@@ -97,6 +97,7 @@ TABLE = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "cell",
     quick(

@@ -47,6 +47,7 @@ def config(folder, *keys, steps=4):
     given += ["schedule.lr=1e-2", "schedule.warmup_steps=0", "schedule.decay=constant"]
     given += [f"reinforce.environment={__name__}:Evens", "reinforce.max_new_tokens=8"]
     given += ["reinforce.prompts_per_step=2", "reinforce.group_size=4"]
+    given.append("checkpoint.keep=9")  # threads of a run that was killed here would still delete
     return load(None, [*own, *given, *keys], reinforce_defaults)
 
 

@@ -20,7 +20,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.step import GRADIENTS
 from tests.laws.training.test_reinforcement import config, figures, first_groups, run
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ MESHES = {
 }
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", MESHES)
 def test_a_sampler_that_routes_otherwise_is_followed_to_the_letter(tmp_path, monkeypatch, name):
     """Through prompts that a group shares, second turns, and layers without experts."""

@@ -50,6 +50,7 @@ def config(files, folder, *keys, steps=4):
     given = ["model.vocab_size=257", "data.tokenizer=byte", "data.seq_length=24"]
     given += [f"run.dir={folder}", f"train.steps={steps}", "train.eval_interval=null"]
     given += ["schedule.lr=1e-2", "schedule.warmup_steps=0", "schedule.decay=constant"]
+    given.append("checkpoint.keep=9")  # threads of a run that was killed here would still delete
     given += [f"distill.teacher={files}/teacher", "distill.student_share=1", "distill.beta=1"]
     if ENVIRONMENT not in keys:
         given += [f"data.conversations.path={files}/pairs.jsonl", "data.split=[0.8, 0.2, 0]"]

@@ -75,7 +75,7 @@ def test_grpo_by_hand_is_mjax_reinforce_and_each_goes_on_from_the_other(tmp_path
     assert [r["step"] for r in figures(tmp_path / "hand")] == [4]
 
 
-@slow
+@exhaustive
 def test_calls_are_one_batch_on_any_mesh(tmp_path):
     """Gradients of parts of unequal size add up to that of the whole; figures are the trainer's."""
     cfg = config(tmp_path / "one")
