@@ -7,7 +7,6 @@ those of seed 0 unless --seed says another, so reinforcement learning should dra
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +15,7 @@ from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import run_cli
 from mjax.post.environments.countdown import COUNTDOWN_QUESTION
 from mjax.post.environments.environment import make_environment
+from tools.json_lines import write_records
 
 
 def solve_countdown(numbers: Sequence[int], target: int) -> tuple[list[str], str] | None:
@@ -77,8 +77,7 @@ def main() -> int:
     args = parser.parse_args()
     given = {"numbers": args.numbers, "largest": args.largest, "question": args.question}
     records = traces(args.count, args.seed, **given)
-    lines = [json.dumps(as_chat(record) if args.chat else record) for record in records]
-    args.out.write_text("\n".join(lines) + "\n")
+    write_records(args.out, map(as_chat, records) if args.chat else records)
     return 0
 
 

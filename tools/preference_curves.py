@@ -22,6 +22,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import run_cli
 from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.models import definition_of
+from tools.json_lines import write_records
 from tools.learning_runs import Curve, draw_curves, spread, train_once
 from tools.preference_pairs import pairs, vowels
 
@@ -96,8 +97,7 @@ def make_start(out: Path) -> Path:
         both = [(r["prompt"], r[key]) for r in records for key in ("chosen", "rejected")]
         answers = [{"prompt": prompt, "completion": answer} for prompt, answer in both]
         for name, lines in (part, records), (f"{part}_answers", answers):
-            text = "\n".join(map(json.dumps, lines)) + "\n"
-            (out / f"{name}.jsonl").write_text(text)
+            write_records(out / f"{name}.jsonl", lines)
     keys = [f"data.conversations.path={out}/train_answers.jsonl", "schedule.lr=3e-3"]
     keys += [f"data.valid_paths=[{out}/held_out_answers.jsonl]"]
     train_once("sft", out / "start", 150, "--config", out / "config.yaml", *keys)

@@ -5,12 +5,12 @@ more vowels is chosen. So what a model has learned is known, and can be measured
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
 from mjax.errors import run_cli
+from tools.json_lines import write_records
 
 VOWELS, OTHERS = "aeiou", "bdfgklmnprstvz"
 FEWEST = 2  # vowels by which a chosen answer has more
@@ -52,8 +52,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name, count, seed in ("train", args.train, 1), ("held_out", args.held_out, 2):
-        lines = [json.dumps(record) for record in pairs(count, seed)]
-        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_records(args.out / f"{name}.jsonl", pairs(count, seed))
     return 0
 
 

@@ -5,12 +5,12 @@ another, so reinforcement learning should draw from other seeds.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import run_cli
 from mjax.post.environments.environment import make_environment
+from tools.json_lines import write_records
 
 
 def reversed_words(count: int, seed: int, **args: int | str) -> list[dict]:
@@ -29,8 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the stream of prompts")
     parser.add_argument("--words", type=int, default=4, help="of a text")
     args = parser.parse_args()
-    records = reversed_words(args.count, args.seed, words=args.words)
-    args.out.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_records(args.out, reversed_words(args.count, args.seed, words=args.words))
     return 0
 
 

@@ -14,7 +14,6 @@ go to all runs, those of `reinforce` to those that have it.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from mjax.errors import run_cli
 from mjax.post.reinforce import reinforce_defaults
 from mjax.report.runs import Run, read_run
 from tools.countdown_traces import traces
+from tools.json_lines import write_records
 from tools.learning_runs import Training, Trainings, draw_curves, variables_of
 from tools.reversed_words import reversed_words
 from tools.sums import sums
@@ -100,7 +100,7 @@ def write_lines(out: Path) -> None:
     for task, make in makers.items():
         file = out / f"{task}.jsonl"
         if not file.is_file():
-            file.write_text("".join(f"{json.dumps(record)}\n" for record in make()))
+            write_records(file, make())
 
 
 def environment_args(task: str) -> dict:

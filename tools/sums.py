@@ -5,13 +5,13 @@ them knows the form of an answer and some of the sums.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
 from mjax.errors import run_cli
 from mjax.post.environments.puzzles import draw_numbers
+from tools.json_lines import write_records
 
 
 def sums(count: int, digits: int, seed: int) -> list[dict]:
@@ -29,8 +29,7 @@ def main() -> int:
     parser.add_argument("--digits", type=int, default=2, help="of each number")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record) for record in sums(args.count, args.digits, seed=1)]
-    (args.out / "train.jsonl").write_text("\n".join(lines) + "\n")
+    write_records(args.out / "train.jsonl", sums(args.count, args.digits, seed=1))
     return 0
 
 

@@ -42,7 +42,7 @@ from mjax.kernels.matmul.grouped_tiles import (
 )
 
 DEPTH = 128  # terms of a sum in the tensor cores: a block's side, and the bytes of a slot's line
-CHUNK = 64  # columns that are promoted at once where each has a factor of its own
+PROMOTED = 64  # columns that are promoted at once where each has a factor of its own
 WAVE = 64  # lines of a product of the tensor cores
 _REGISTERS_OF_ROLES = 24, 240  # of a moving and of a multiplying thread
 _FACTORS_OF_LINES = plgpu.Layout.WGMMA.reduce(1)
@@ -106,7 +106,7 @@ class BlockJob:
     @property
     def chunk(self) -> int:
         """Columns of a tile that are promoted together; in a square block they have one factor."""
-        return math.gcd(self.tile.columns, DEPTH if self.square else CHUNK)
+        return math.gcd(self.tile.columns, DEPTH if self.square else PROMOTED)
 
     @property
     def cluster_tile(self) -> GroupTile:
@@ -357,12 +357,11 @@ def _promoted(job, refs, slot, totals, part, of_lines, of_squares):
     """The totals of each chunk and a block's sums times their factors."""
     made = []
     for n, total in enumerate(totals):
-        columns = pl.ds(n * job.chunk, job.chunk)
         own = part[:, n * job.chunk : (n + 1) * job.chunk]
         if job.square:
             scale = lax.broadcast_in_dim(of_lines * of_squares[n], own.shape, [0])
         else:
-            factor = refs.of_columns.at[slot, columns]
+            factor = refs.of_columns.at[slot, pl.ds(n * job.chunk, job.chunk)]
             factor = plgpu.load(factor, layout=_FACTORS_OF_COLUMNS)
             own = own * lax.broadcast_in_dim(factor, own.shape, [1])
             scale = lax.broadcast_in_dim(of_lines, own.shape, [0])

@@ -24,6 +24,7 @@ from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
 from tests.marks import quick, slow
+from tests.teachers import write_teacher_folder
 
 LAYERS = "model.num_hidden_layers=2"
 TEACHER = ModelConfig(
@@ -42,11 +43,7 @@ TEACHER = ModelConfig(
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """A folder of a model with another width, another depth, a bias and a softcap."""
-    definition, params = split(build(TEACHER, nnx.Rngs(3)))
-    params = jax.tree.map(lambda a: 2.0 * a, params)
-    folder = tmp_path_factory.mktemp("teacher") / "teacher"
-    write_weights(folder, array_source(TEACHER, params), definition.specs)
-    return folder
+    return write_teacher_folder(tmp_path_factory.mktemp("teacher") / "teacher", TEACHER)
 
 
 def student(teacher, cell: Cell, *keys: str, feature: str = "dense"):

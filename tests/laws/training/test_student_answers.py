@@ -5,15 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from mjax.checkpoint.base.source import array_source
-from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
-from mjax.models import build, split
 from mjax.post import reinforce_batches
 from mjax.post.distill import distill_defaults
 from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
@@ -25,6 +21,7 @@ from mjax.train import Trainer
 from tests.laws.run.test_failures import losses, records
 from tests.laws.training.test_reinforcement import final_params, run_until_killed
 from tests.marks import exhaustive, slow
+from tests.teachers import write_teacher_folder
 from tests.tiny import TINY
 
 WIDER = "model.hidden_size=48", "model.attention.num_attention_heads=4"
@@ -38,9 +35,7 @@ def files(tmp_path_factory):
     rows = [{"prompt": f"{n}:", "completion": str(n % 7)} for n in range(60)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cfg = config(folder, "x", *WIDER, f"distill.teacher={folder}", "distill.student_share=0")
-    definition, params = split(build(cfg.model, nnx.Rngs(3)))
-    params = jax.tree.map(lambda a: 2.0 * a, params)
-    write_weights(folder / "teacher", array_source(cfg.model, params), definition.specs)
+    write_teacher_folder(folder / "teacher", cfg.model)
     return folder
 
 

@@ -22,6 +22,7 @@ from mjax.train.program_kind import without_moments
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
 from tests.marks import slow
+from tests.teachers import write_teacher_folder
 
 TEACHER = ModelConfig(
     vocab_size=VOCAB,
@@ -39,11 +40,7 @@ FOUR = ["mesh.dp=2", "mesh.tp=2", "distill.teacher_mesh={devices: 4, tp: 4}"]
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """A folder of a model with another width and depth, and a bias."""
-    definition, params = split(build(TEACHER, nnx.Rngs(3)))
-    params = jax.tree.map(lambda a: 2.0 * a, params)
-    folder = tmp_path_factory.mktemp("teacher") / "teacher"
-    write_weights(folder, array_source(TEACHER, params), definition.specs)
-    return folder
+    return write_teacher_folder(tmp_path_factory.mktemp("teacher") / "teacher", TEACHER)
 
 
 def run_of(teacher, *keys: str):
