@@ -14,7 +14,13 @@ COPY requirements/cuda13.txt requirements/cuda13.txt
 RUN pip install --only-binary :all: -c requirements/cuda13.txt \
     'jax[cuda13]' jax-triton flax optax orbax-checkpoint grain pyarrow sentencepiece tiktoken
 
-COPY pyproject.toml README.md LICENSE ./
+# The package, with the pages that `mjax docs` shows.
+COPY pyproject.toml mkdocs.yml README.md LICENSE CHANGELOG.md CONTRIBUTING.md ./
+COPY tools/site_pages.py tools/site_pages.py
+COPY benchmarks/README.md benchmarks/README.md
+COPY benchmarks/measurements.jsonl benchmarks/measurements.jsonl
+COPY docs docs
+COPY cookbook cookbook
 COPY configs configs
 COPY mjax mjax
 RUN pip install --only-binary :all: -c requirements/cuda13.txt '.[cuda13,data,hub,report,serve,tensorboard]'

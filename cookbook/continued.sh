@@ -6,7 +6,7 @@ export MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M} TEXT=${TEXT:-docs/*/*.md}
 export TOKENIZER=${TOKENIZER:-$MODEL}
 RUN=runs/continued
 mkdir -p runs
-# The sizes of the model, as a config on top of which lies that of the run.
+# The sizes of the model, as a config that has that of the run as its base.
 { mjax convert config --hf "$MODEL"; echo "base: [../cookbook/continued.yaml]"; } > runs/continued.yaml
 mjax train --config runs/continued.yaml "$@"
 mjax evaluate perplexity --ckpt "$MODEL" --file "${HELD_OUT:-CONTRIBUTING.md}"   # before

@@ -44,13 +44,13 @@ def count() -> None:
     from mjax.config import load
     from mjax.data.base.tokenizer import load_tokenizer
     from mjax.data.multimodal.image_text import read_lines
-    from mjax.data.multimodal.readers import ImageReader, Skipped
+    from mjax.data.multimodal.readers import ImageReader
     from mjax.infer.requests import SamplingParams
     from mjax.infer.small_engine import completed, small_engine
 
     cfg, lm = load(f"{RUN}/config.yaml"), mjax.from_pretrained(RUN)
     lines = read_lines(str(FOLDER / "valid.jsonl"), load_tokenizer("byte"), cfg)
-    reader = ImageReader(cfg, Skipped(len(lines)))
+    reader = ImageReader(cfg)
     lengths, short = [line.prompt for line in lines], SamplingParams(max_tokens=4)
     engine = small_engine(lm.definition, lm.params, lm.cfg, lengths, 4, dtype="float32", eos=[256])
     for pictures in (1, 2, 3):

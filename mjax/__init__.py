@@ -6,6 +6,7 @@ micro-batches, E experts, C capacity, P pipeline stages. A suffix such as ``q_BS
 dimensions of an array where that helps the reader.
 """
 
+import importlib
 import os
 
 __version__ = "0.1.0"
@@ -27,22 +28,20 @@ def _host_gib() -> int:
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib() * 3 // 4)))
 
 
-def from_pretrained(path, mesh=None, dtype="float32", *, text=False):
-    """`mjax.interop.pretrained.from_pretrained`: a model with the weights in `path`, from any
-    format."""
-    from mjax.interop.pretrained import from_pretrained  # on use: importing mjax must not start jax
-
-    return from_pretrained(path, mesh, dtype, text=text)
+_HOMES = {
+    "from_pretrained": "mjax.interop.pretrained",
+    "LLM": "mjax.infer.llm",
+    "SamplingParams": "mjax.infer.requests",
+}
 
 
 def __getattr__(name):
-    """`mjax.LLM` and `mjax.SamplingParams`, on use, as `from_pretrained`."""
-    if name == "LLM":
-        from mjax.infer.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from mjax.infer.requests import SamplingParams
-
-        return SamplingParams
+    """`mjax.from_pretrained` and others, on use: importing mjax must not start jax."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'mjax' has no attribute {name!r}")
+
+
+def __dir__():
+    """Names for completion in a notebook."""
+    return [*globals(), *_HOMES]

@@ -60,6 +60,7 @@ ABOUT |= {"completion": "print a script for bash, zsh or fish"}
 
 def main() -> None:
     """The program `mjax`: runs the command that `sys.argv` names and exits with its code."""
+    sys.path.append("")  # for modules that a config names, as with `python -m`
     run_cli(lambda: run(sys.argv[1:]))
 
 
@@ -114,6 +115,10 @@ def find(name: str, commands: Mapping[str, Command | dict]) -> Command | dict[st
 
 
 def _completion(argv: list[str]) -> int:
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"usage: mjax completion {{{','.join(SHELLS)}}}\n\n{ABOUT['completion']}")
+        print("mjax completion bash > ~/.local/share/bash-completion/completions/mjax")
+        return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
         shells = ", ".join(SHELLS)
         raise UserError(f"mjax completion {shlex.join(argv)}: name one shell, of {shells}")

@@ -26,7 +26,7 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, path_text, require_files
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, or_user_error, program, run_cli
+from mjax.errors import CommandParser, UserError, or_user_error, run_cli
 from mjax.json_file import read_json
 
 _NARROW = ["float16", "float8", "float8_block"]
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program("convert"), description="Convert weights.")
+    parser = CommandParser("convert", description="Convert weights.")
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="into an mjax checkpoint")
     source = into.add_mutually_exclusive_group(required=True)
@@ -74,10 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         kinds = ["float32", "bfloat16", *(_NARROW if one is out else [])]
         one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
-    config = commands.add_parser("config", help="print the model part of a config")
+    config = commands.add_parser("config", help="print a config of a model or of Megatron's run")
     source = config.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=path_text, metavar="DIR_OR_JSON", help="or org/name")
-    source.add_argument("--megatron", type=as_path, metavar="DIR", help="its checkpoint")
+    source.add_argument(
+        "--hf", type=path_text, metavar="DIR_OR_JSON", help="its model; also org/name"
+    )
+    source.add_argument("--megatron", type=as_path, metavar="DIR", help="a checkpoint's whole run")
     source.add_argument("--ckpt", type=path_text, metavar="RUN", help="an mjax run or checkpoint")
     _add_revision(config)
     _add_text(config)
@@ -144,6 +146,8 @@ def _import(args: argparse.Namespace) -> int:
 
         if not args.megatron:
             raise UserError("--with-optimizer goes with --megatron: Hugging Face has weights alone")
+        if args.dtype != "float32":
+            raise UserError("--with-optimizer keeps fp32 masters; leave out --dtype")
         print(import_run(args.megatron, args.out))
         return 0
     if args.verify and args.megatron:

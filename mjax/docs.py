@@ -4,7 +4,7 @@ A checkout has the pages in docs/; a wheel carries them in `_site`, so they are 
 is installed. The site is built by mkdocs-material (the extra `docs`) into a temporary folder.
 """
 
-import argparse
+import contextlib
 import functools
 import http.server
 import importlib.util
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.files import PACKAGE
 
 
@@ -29,7 +29,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def main(argv: list[str] | None = None) -> int:
     """The command line: builds the site, then serves it until Ctrl-C."""
     about = "Show the documentation in a browser, offline."
-    parser = argparse.ArgumentParser(prog=program("docs"), description=about)
+    parser = CommandParser("docs", description=about)
     parser.add_argument("--port", type=int, default=8001, help="default: 8001; 0 takes a free one")
     where = "write the site there and end; it must not exist"
     parser.add_argument("--out", type=as_path, metavar="DIR", help=where)
@@ -85,10 +85,8 @@ def serve_site(config: Path, folder: Path, port: int) -> None:
     with server:
         build_site(config, folder)
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            print()
 
 
 if __name__ == "__main__":

@@ -1,22 +1,28 @@
-"""The exception types that are one line to a user, exit codes, and the wrapper that prints them.
+"""The exception types that are one line to a user, exit codes, and what prints them.
 
 A `UserError` message is one line that says what is wrong, where (file, key), and how to mend it.
 `run_cli` turns it into that line on standard error and exit code 2. A `LostProcess` needs nothing
 mended: exit code 3. Every other exception is a defect in mjax and keeps its traceback.
 """
 
+import _thread
+import argparse
+import difflib
 import logging
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 _IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")  # files of frames that only import
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
+NOT_SAID = "None", "False", "", "[]", argparse.SUPPRESS  # defaults that a reader expects
 
 
 class Warnings(logging.Handler):
@@ -95,28 +101,80 @@ def program(command: str) -> str:
     return f"python -m mjax.{command}"
 
 
+class _Help(argparse.HelpFormatter):
+    """Says the default of each option, and leaves tables and lists of a text as they are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        known = "default" in said or f"({default})" in said
+        if known or action.nargs == 0 or str(default) in NOT_SAID:
+            return said
+        return f"{said} (default: %(default)s)"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip().split("\n\n")
+        for place, part in enumerate(parts):
+            if not re.search(r"^(  |- )|\S {3}", part, re.M):
+                parts[place] = super()._fill_text(part, width, indent)
+        return "\n\n".join(parts)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser named as the user called the command, such as "post.sft".
+
+    key_of: returns the config key that an unknown option means, where the command takes keys.
+    """
+
+    key_of: Callable[[str], str | None] = staticmethod(lambda option: None)
+
+    def __init__(self, command: str = "", **keys: Any):
+        keys.setdefault("prog", program(command))  # a subcommand brings its own
+        super().__init__(formatter_class=_Help, **keys)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line, with the nearest option where one is unknown, and exit with 2."""
+        inner = [
+            a.choices or {} for a in self._actions if isinstance(a, argparse._SubParsersAction)
+        ]
+        parsers = [self, *(parser for choices in inner for parser in choices.values())]
+        actions = [action for parser in parsers for action in parser._actions]
+        options = [name for action in actions for name in action.option_strings]
+        unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
+        is_key = "." in message.partition(": -")[2].partition("=")[0]
+        near = difflib.get_close_matches(unknown[1], options, 1) if unknown and not is_key else []
+        takes_keys = any(action.metavar == "a.b=c" for action in self._actions)
+        hint = f"see {self.prog} --help" + ("; keys are a.b=c, without dashes" * takes_keys)
+        hint = f"did you mean {near[0]}?" if near else hint
+        if unknown and (key := self.key_of(unknown[1])):
+            hint = f"set {key}=.., without dashes"
+        self.exit(2, f"mjax: error: {self.prog}: {message}; {hint}\n")
+
+
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
 
-    One process of several that fails exits at once: in good order it would wait minutes for the
-    others, and they for its next step. Warnings of mjax are lines on standard error, too.
+    One process of several that fails alone exits at once: in good order it would wait minutes for
+    the others, and they for its next step. Warnings of mjax are lines on standard error, too.
+    Ctrl-C is a line and exit code 130, wherever it comes.
     """
     logger = logging.getLogger("mjax")
     logger.addHandler(handler := Warnings())
     logger.propagate = False  # or handlers that libraries have set say them again
+    before, sys.unraisablehook = sys.unraisablehook, _send_interrupts_again
     try:
         code = main()
-    except (UserError, LostProcess) as e:
-        kind, code = ("", START_AGAIN) if isinstance(e, LostProcess) else ("error: ", 2)
-        print(f"mjax: {kind}{' '.join(str(e).split())}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         code = 1
-    except Exception:
-        if not _is_one_of_several():
+    except (KeyboardInterrupt, Exception) as e:
+        line, code = _end_of(e)
+        if line:
+            print(f"mjax: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        elif _is_one_of_several():
+            traceback.print_exc()
+        else:
             raise
-        traceback.print_exc()
-        code = 1
     finally:
+        sys.unraisablehook = before
         logger.removeHandler(handler)
         logger.propagate = True
     if code and _is_one_of_several():
@@ -124,6 +182,29 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code or 0)
+
+
+def _send_interrupts_again(ignored: Any) -> None:
+    """`sys.unraisablehook`: Python drops Ctrl-C within a callback, as jax has one for gc."""
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(ignored)
+    threading.Timer(0.05, _thread.interrupt_main).start()  # once the callback has ended
+
+
+def _end_of(error: BaseException) -> tuple[str, int]:
+    """(the line that an error ends with, the exit code); a defect has no line.
+
+    A module in C whose import Ctrl-C has ended says `ImportError`, which may become a `UserError`.
+    """
+    cause: BaseException | None = error
+    if isinstance(error, KeyboardInterrupt | ImportError | SystemError | UserError):
+        while cause and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause:
+            return "interrupted", INTERRUPTED
+    if isinstance(error, LostProcess):
+        return str(error), START_AGAIN
+    return (f"error: {error}", 2) if isinstance(error, UserError) else ("", 1)
 
 
 def _is_one_of_several() -> bool:

@@ -19,6 +19,9 @@ def replace_text(path: Path, text: str) -> None:
         new_file.unlink(missing_ok=True)
 
 
+CONFIG_FILES = ".yaml", ".yml"  # endings
+
+
 def config_file(name: str | Path, folder: Path = Path()) -> Path:
     """Return the file of a config: a path from `folder`, or one of mjax's own by its name.
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 
 from mjax.kernels.base import chooser
@@ -10,6 +11,10 @@ from mjax.kernels.base.chooser import Choice, Device, Inputs
 CPU = Device("cpu")
 GPU = Device("gpu")
 HOPPER = Device("gpu", hopper=True)
+BLACKWELL = Device("gpu", blackwell=True)
+
+# Whether jax lowers products of scaled blocks for CPUs, too.
+MULTIPLIES_SCALED = jax.__version_info__ >= (0, 11)
 
 
 def choose_for(monkeypatch: pytest.MonkeyPatch, device: Device, *ops: str) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 
 _started: list[subprocess.Popen] = []
@@ -13,6 +15,18 @@ def start_process(command, **keywords) -> subprocess.Popen:
     process = subprocess.Popen(command, start_new_session=True, **keywords)
     _started.append(process)
     return process
+
+
+def free_port() -> int:
+    """A port that nobody listens on.
+
+    It is below those that the kernel gives to connections, which others make meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
 
 
 def end_processes() -> None:

@@ -50,7 +50,8 @@ class Quiet(BaseHTTPRequestHandler):
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # of a client that has left
+                self.wfile.write(body)
 
 
 @dataclass
@@ -107,6 +108,17 @@ def refuse(code: int, name: str) -> Callable:
     def fault(handler: Quiet, _: object) -> None:
         text = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>{name}</Message></Error>"
         handler.answer(code, text.encode(), {"Content-Type": "application/xml"})
+
+    EARLY.add(fault)
+    return fault
+
+
+def google_refuses(code: int) -> Callable:
+    """A fault: an error as Google tells it."""
+
+    def fault(handler: Quiet, _: object) -> None:
+        text = json.dumps({"error": {"code": code, "message": f"error {code}"}})
+        handler.answer(code, text.encode(), {"Content-Type": "application/json"})
 
     EARLY.add(fault)
     return fault

@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mjax.sharding.processes.fake_devices import fake_devices
+from tests.processes import free_port
 
 EVERY, KEEP, BEST = 30, 2, 1
 BASE = (
@@ -83,9 +83,7 @@ class Torture:
 
     def start(self, folder: Path) -> list[int]:
         """The process ids of a new run in `folder`, each the leader of a group."""
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         env = {"JAX_NUM_PROCESSES": str(self.processes)}
         env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
         steps = [f"train.steps={self.steps}", f"schedule.decay_steps={self.steps}"]

@@ -4,6 +4,7 @@ Several may run at once (`Trainings`). What a folder holds already is not done a
 command which was cut short goes on.
 """
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError
 from mjax.report.runs import Run
 from tools.curves import drawing
@@ -157,6 +159,30 @@ def variables_of(device: str, out: Path, at_once: int) -> dict[str, str]:
     }
 
 
+def parser_of_trainings(description: str, seeds: int) -> argparse.ArgumentParser:
+    """The options of a command that runs several trainings, `seeds` of each."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=as_path, required=True, metavar="DIR")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--minutes", type=float, default=600, help="for all runs (600)")
+    parser.add_argument("--seconds", type=float, default=3600, help="for one run (3600)")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"at most ({seeds})")
+    parser.add_argument("--steps", type=int, help="of each run at most, to try the commands")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs")
+    return parser
+
+
+def trainings_of(args: argparse.Namespace, began: float) -> Trainings:
+    """What runs trainings as the options say; `began` is `time.monotonic()` of the command."""
+    if args.jobs < 1 or args.minutes <= 0 or args.seconds <= 0:
+        raise UserError("--jobs is at least 1; --minutes and --seconds are above 0")
+    variables = variables_of(args.device, args.out, args.jobs)
+    until = began + 60 * args.minutes
+    return Trainings(args.out, args.jobs, args.seconds, until, variables)
+
+
 # ---- figures and tables --------------------------------------------------------------------------
 
 
@@ -168,6 +194,11 @@ def draw_curves(curves: Mapping[str, list[Curve]], field: str, title: str, file:
             steps, values = np.array(list(curve)), np.array(list(curve.values()))
             runs.append(Run(name, {"step": steps, field: values}, {}, [], {}))
     file.write_text(drawing(runs, field, title), encoding="utf-8")
+
+
+def table_head(*columns: str) -> list[str]:
+    """An empty line, and the first two of a Markdown table."""
+    return ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
 def spread(values: list[float]) -> str:

@@ -13,7 +13,6 @@ DIR gets the runs, their logs, drawings, and results.md. What DIR holds is not d
 go to all runs, those of `reinforce` to those that have it.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.languages.paths import as_path
 from mjax.config.load import load
 from mjax.errors import run_cli
 from mjax.post.reinforce import reinforce_defaults
 from mjax.report.runs import Run, read_run
 from tools.countdown_traces import traces
 from tools.json_lines import write_records
-from tools.learning_runs import Training, Trainings, draw_curves, variables_of
+from tools.learning_runs import Training, draw_curves, parser_of_trainings, table_head, trainings_of
 from tools.reversed_words import reversed_words
 from tools.sums import sums
 
@@ -58,25 +56,14 @@ POINTS = 20  # of a curve
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=as_path, required=True, metavar="DIR")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--minutes", type=float, default=600, help="for all runs (600)")
-    parser.add_argument("--seconds", type=float, default=3600, help="for one run (3600)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"at most ({SEEDS})")
-    parser.add_argument("--steps", type=int, help="of each run at most, to try the commands")
-    parser.add_argument("--draw", action="store_true", help="run nothing")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs")
+    parser = parser_of_trainings(__doc__.partition("\n")[0], SEEDS)
     args = parser.parse_args()
     began, out = time.monotonic(), args.out
     found = list(Plan(out, args.steps, args.keys).trainings(args.seeds))
-    runner = Trainings(out, args.jobs, args.seconds, began + 60 * args.minutes)
     if not args.draw:
-        runner.variables = variables_of(args.device, out, args.jobs)
         out.mkdir(parents=True, exist_ok=True)
         write_lines(out)
-        runner.run(found)
+        trainings_of(args, began).run(found)
     done = finished(out, found)
     lines = [
         f"{len(done)} of {sum(bool(t.after) for t in found)} runs are done.",
@@ -246,10 +233,6 @@ def row(label: str, runs: Sequence[Run], numbers: Sequence[Sequence[float]]) -> 
     return f"| {label} | {len(runs)} | {' | '.join(cells)} |"
 
 
-def head(*columns: str) -> list[str]:
-    return ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-
-
 def likeliest(run: Run, field: str = "eval_reward") -> float:
     """The last mean reward of the likeliest answers to held-out prompts."""
     return float(run.column(field)[1][-1])
@@ -261,7 +244,7 @@ def of_losses(done: Mapping[str, Run], out: Path) -> list[str]:
     if not runs:
         return []
     last = min(tokens_drawn(run)[-1] for found in runs.values() for run in found)
-    curves, lines = {}, head("loss", "seeds", *at_quarters(last, "tokens"), "likeliest")
+    curves, lines = {}, table_head("loss", "seeds", *at_quarters(last, "tokens"), "likeliest")
     for loss, found in runs.items():
         columns = [(tokens_drawn(run), run.column("reward")[1], last) for run in found]
         curves[loss] = [curve_of(*column) for column in columns]
@@ -285,7 +268,7 @@ def of_ages(done: Mapping[str, Run], out: Path) -> list[str]:
         return []
     last = max(run.column("reward")[0][-1] for found in runs.values() for run in found)
     columns = *at_quarters(last, "steps"), "likeliest", "mean age", "largest"
-    curves, lines = {}, head("updates old, correction", "seeds", *columns)
+    curves, lines = {}, table_head("updates old, correction", "seeds", *columns)
     for name, found in runs.items():
         curves[name] = [curve_of(*run.column("reward"), last) for run in found]
         numbers = []
@@ -303,7 +286,7 @@ def of_tasks(done: Mapping[str, Run], out: Path) -> list[str]:
     names = [f"{task}{steps}" for task in ("countdown", "reverse") for steps in TUNED[task]]
     runs = {name: found for name in names if (found := seeds_of(done, name))}
     columns = "reward at step 1", "last tenth of steps", "likeliest", "of these right"
-    lines = head("task, steps of SFT", "seeds", *columns) if runs else []
+    lines = table_head("task, steps of SFT", "seeds", *columns) if runs else []
     for name, found in runs.items():
         numbers = []
         for run in found:
@@ -328,7 +311,7 @@ def of_numerics(done: Mapping[str, Run]) -> list[str]:
             f"all without old answers, {run.config['precision.compute']}", []
         ).append(run)
     columns = "first sixth", "last sixth", "largest of a step"
-    lines = head("mean exp of difference", "runs", *columns) if done else []
+    lines = table_head("mean exp of difference", "runs", *columns) if done else []
     for name, found in (compared | by_dtype).items():
         if found:
             columns = [run.column(MISMATCH)[1] for run in found]

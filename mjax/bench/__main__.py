@@ -25,6 +25,8 @@ def main() -> int:
         return 0
     if name not in BENCHMARKS:
         raise UserError(f"no benchmark {name!r}: one of {', '.join(BENCHMARKS)}")
+    if sys.argv[0].startswith("mjax "):
+        sys.argv[0] = f"mjax bench {name}"  # what `errors.program` names in usage lines
     return importlib.import_module(f"mjax.bench.{name}").main(sys.argv[2:])
 
 

@@ -10,7 +10,6 @@ and so does the plain read before it. `host_gb` is what the process held at most
 the time of one comparison of replicas, where the state has any.
 """
 
-import argparse
 import os
 import resource
 import statistics
@@ -26,7 +25,7 @@ from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, or_user_error, program
+from mjax.errors import CommandParser, UserError, or_user_error
 from mjax.run.faults.replicas import digests_of, replicated_leaves
 from mjax.run.faults.saving import reserve_host_memory
 from mjax.train import Trainer
@@ -35,7 +34,7 @@ THREADS_TIMED = 8  # of the plain files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench checkpoint"), description=__doc__)
+    parser = CommandParser("bench checkpoint", description=__doc__)
     parser.add_argument(
         "--dir", type=as_path, default=Path(), help="where to write (default: here)"
     )

@@ -6,7 +6,6 @@ is (n-1)/n for all-gather (of the result), reduce-scatter (of the input) and all
 device's array), 2(n-1)/n for all-reduce, 1 for permute.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -17,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
-from mjax.errors import UserError, program, read_numbers
+from mjax.errors import CommandParser, UserError, read_numbers
 from mjax.sharding.mesh import on_shards
 
 _SHARDED, _WHOLE = P("x"), P()
@@ -46,7 +45,7 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench collective"), description=__doc__)
+    parser = CommandParser("bench collective", description=__doc__)
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
     parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
     add_arguments(parser)

@@ -25,7 +25,7 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.multimodal.pixels import decode_image
-from mjax.errors import UserError, program
+from mjax.errors import CommandParser, UserError
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -40,12 +40,12 @@ def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench data"))
-    parser.add_argument("--tokens", type=float, default=1e8)
-    parser.add_argument("--seq-length", type=int, default=4096)
+    parser = CommandParser("bench data")
+    parser.add_argument("--tokens", type=float, default=1e8, help="of the corpus")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=64, help="sequences per step")
     parser.add_argument("--document-length", type=int, default=750, help="mean, in tokens")
-    parser.add_argument("--prefetch", type=int, default=4)
+    parser.add_argument("--prefetch", type=int, default=4, help="batches made ahead")
     workers = "loader threads; with --images, processes that decode"
     parser.add_argument("--workers", type=int, default=2, help=workers)
     parser.add_argument("--images", type=int, help="JPEGs to decode, in place of texts")

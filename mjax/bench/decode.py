@@ -10,7 +10,6 @@ own, which has ended, with the memory of the GPU, before JAX takes the GPU here.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -29,15 +28,16 @@ import numpy as np
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, program, read_numbers
+from mjax.errors import CommandParser, UserError, read_numbers
 from mjax.infer.engine import Engine
 from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.huggingface.families.engine import config_to_hf
+from mjax.interop.random_weights import random_params
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs
-from mjax.sharding.spec import ParamSpec, is_spec
+from mjax.sharding.spec import is_spec
 
 # prompts [B, S] -> seconds from the start to each of the new tokens
 DecodeRun = Callable[[np.ndarray], list[float]]
@@ -45,7 +45,7 @@ _CHUNK = 8192  # tokens of prompts in a step
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench decode"), description=__doc__)
+    parser = CommandParser("bench decode", description=__doc__)
     parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
     parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
@@ -179,7 +179,7 @@ def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
 def ours(cfg: ModelConfig, rows: int, args: argparse.Namespace) -> DecodeRun:
     """Generation by mjax, on one device, of up to `rows` rows."""
     definition = definition_of(cfg)
-    params = random_weights(cfg, definition.specs, args.dtype)
+    params = random_params(cfg, args.dtype, apart=True)
     chunk = min(bucket(rows * args.prompt), _CHUNK)
     limits = Limits(rows, rows + chunk, chunk, args.prompt + args.new)
     engine = Engine(
@@ -203,27 +203,6 @@ def ours(cfg: ModelConfig, rows: int, args: argparse.Namespace) -> DecodeRun:
         return ends
 
     return run
-
-
-def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
-    """Parameters drawn one by one in `dtype`, layers apart: normal, gains of norms 1."""
-
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def draw(key: jax.Array, shape: tuple[int, ...], is_norm: bool) -> jax.Array:
-        if is_norm:
-            return jnp.ones(shape, dtype)
-        return cfg.initializer_range * jax.random.normal(key, shape, dtype)
-
-    def drawn(key: jax.Array, spec: ParamSpec) -> jax.Array | list[jax.Array]:
-        is_norm = spec.role == "norm"
-        if not spec.is_stacked:
-            return draw(key, spec.shape, is_norm)
-        layers = jax.random.split(key, spec.shape[0])
-        return [draw(own, spec.shape[1:], is_norm) for own in layers]
-
-    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return tree.unflatten(map(drawn, keys, leaves))
 
 
 def config_of_transformers(cfg: ModelConfig):

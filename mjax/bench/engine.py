@@ -22,33 +22,36 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from mjax.bench.decode import random_weights
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, program
+from mjax.errors import CommandParser, UserError
 from mjax.infer.checks import DRAFTERS
-from mjax.infer.engine import GREEDY, Engine
+from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
+from mjax.infer.sample import draws_of
 from mjax.infer.scheduling.scheduler import Limits
+from mjax.interop.random_weights import random_params
 from mjax.models import definition_of
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench engine"), description=__doc__)
+    parser = CommandParser("bench engine", description=__doc__)
     parser.add_argument("--requests", type=int, default=64, help="requests (default 64)")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt (1000)")
     parser.add_argument("--new", type=int, default=200, help="new tokens of each (200)")
     parser.add_argument("--rows", type=int, default=256, help="requests that run at a time (256)")
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in a step (2048)")
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
     parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
     parser.add_argument("--drafter", choices=[*DRAFTERS], default="ngram", help="guesses (ngram)")
     parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
     parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    kinds = "float32", "bfloat16"
+    parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="of the weights")
     args = parse_with_config(parser, argv)
     if args.config is None and not args.overrides:
         raise UserError("bench engine: no model; give --config configs/models/llama3_8b.yaml")
@@ -68,7 +71,7 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
     definition = definition_of(cfg)
     engine = Engine(
         definition,
-        random_weights(cfg, definition.specs, args.dtype),
+        random_params(cfg, args.dtype, apart=True),
         cfg,
         dtype=args.dtype,
         limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
@@ -79,15 +82,16 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
         drafter=args.drafter,
     )
     made = time.perf_counter()
-    programs = engine.warm_up([GREEDY])
+    wanted = SamplingParams(max_tokens=args.new, ignore_eos=True, temperature=args.temperature)
+    programs = engine.warm_up([draws_of([wanted.sampling])])
     ready = time.perf_counter()
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, cfg.vocab_size, (args.requests + 1, args.prompt))
     if args.repeat is not None:
         prompts = prompts[:, np.arange(args.prompt) % args.repeat]
     prompts[:, : args.shared] = prompts[0, : args.shared]
-    run_load(engine, prompts[-1:], args.new, None)
-    times = run_load(engine, prompts[:-1], args.new, args.rate)
+    run_load(engine, prompts[-1:], wanted, None)
+    times = run_load(engine, prompts[:-1], wanted, args.rate)
     yield {
         "bench": "engine",
         "case": {
@@ -108,13 +112,15 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
     }
 
 
-_CASE = "requests prompt new rows chunk rate shared drafts drafter repeat".split()
+_CASE = "requests prompt new rows chunk rate temperature shared drafts drafter repeat".split()
 _CASE += ["cache_dtype", "weight_dtype"]
 
 
-def run_load(engine: Engine, prompts: np.ndarray, new: int, rate: float | None) -> dict:
+def run_load(
+    engine: Engine, prompts: np.ndarray, wanted: SamplingParams, rate: float | None
+) -> dict:
     """Serve all prompts; the figures of the module's docstring."""
-    rng, wanted = np.random.default_rng(1), SamplingParams(max_tokens=new, ignore_eos=True)
+    rng = np.random.default_rng(1)
     gaps = np.zeros(len(prompts)) if rate is None else rng.exponential(1 / rate, len(prompts))
     arrivals = np.cumsum(gaps) - gaps[0]
     waiting = list(zip(arrivals, prompts.tolist(), strict=True))[::-1]

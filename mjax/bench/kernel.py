@@ -7,7 +7,6 @@ mask), bytes are each input read and each output written once. A reference path 
 there is one.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,8 +20,8 @@ from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, program, read_numbers
-from mjax.kernels.attention.api import attention
+from mjax.errors import CommandParser, UserError, read_numbers
+from mjax.kernels.attention.api import attention, resolve
 from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.elementwise.activation import activate, activated, gated
@@ -59,8 +58,8 @@ SHAPES = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench kernel"), description=__doc__)
-    parser.add_argument("kernel", choices=[*SHAPES, "all"])
+    parser = CommandParser("bench kernel", description=__doc__)
+    parser.add_argument("kernel", choices=[*SHAPES, "all"], help="what to time")
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
     parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
@@ -190,6 +189,14 @@ def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterat
         run = functools.partial(fn, implementation)
         yield Work(f"{prefix}forward", run, qkv, flops)
         yield pulled(run, qkv, f"{prefix}backward", 2.5 * flops)
+    in_8_bits = replace(call, eight_bits=True)
+    try:
+        resolve(in_8_bits, qkv[0], qkv[2], arrays)
+    except UserError:  # cuDNN has no such call in 8 bits
+        return
+    run = functools.partial(attention, call=in_8_bits, arrays=arrays)
+    yield Work("8-bit forward", run, qkv, flops, expected=functools.partial(fn, "xla"))
+    yield pulled(run, qkv, "8-bit backward", 2.5 * flops)
 
 
 def losses(t: int, v: int, d: int) -> Iterator[Work]:

@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """The arguments of a benchmark that takes `--config X [a.b=c ...]` besides its own options."""
-    parser.add_argument("--config", type=path_text, metavar="YAML")
+    parser.add_argument("--config", type=path_text, metavar="YAML", help="config of the model")
     add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a config key")
     return parser.parse_intermixed_args(argv)
 
 

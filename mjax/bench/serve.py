@@ -13,6 +13,7 @@ The server is any: ours, vLLM, SGLang. Each request streams. Figures, of request
 
 Lengths (`--prompt`, `--new`) are a number, LEAST-MOST (uniform) or lognormal:MEAN:SIGMA:MOST.
 lognormal:161:1:1024 and lognormal:338:0.9:1024 have the means of ShareGPT's prompts and replies.
+Requests are greedy, as those of `mjax bench engine`: `--body '{"temperature": 1}'` draws.
 `--file` holds ShareGPT's conversations, whose replies count a token for four letters, or lines of
 JSON with `prompt` (text or ids) and maybe `max_tokens`. `--new` has precedence.
 
@@ -37,7 +38,7 @@ import numpy as np
 
 from mjax.bench.report import own_commit, rounded, show_table
 from mjax.config.languages.paths import as_path
-from mjax.errors import UNREADABLE, UserError, or_user_error, program, read_numbers
+from mjax.errors import UNREADABLE, CommandParser, UserError, or_user_error, read_numbers
 
 SHORT_WORDS = "the of and to in is you that it he was for on are as with his they at be".split()
 APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -72,11 +73,11 @@ def main(argv: list[str]) -> int:
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. Raises `UserError` for a number out of its range."""
-    parser = argparse.ArgumentParser(prog=program("bench serve"), description=__doc__)
+    parser = CommandParser("bench serve", description=__doc__)
     add = parser.add_argument
     add("--url", required=True, help="of the server, with or without /v1")
     add("--model", help="default: the first that the server lists")
-    add("--api", choices=tuple(APIS), default="completions")
+    add("--api", choices=tuple(APIS), default="completions", help="route that is asked")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
     add("--requests", type=int, default=100, help="that count (100)")
     add("--warmup", type=int, default=2, help="requests before them, which do not count (2)")
@@ -92,7 +93,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     add("--vocab", type=int, default=30000, help="ids are less (30000)")
     add("--stop-at-eos", action="store_true", help="replies may end early; default: ignore_eos")
     add("--body", type=json.loads, default={}, help="JSON of more fields of each request")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
     add("--timeout", type=float, default=600, help="seconds of a request (600)")
     add("--ttft", type=float, default=math.inf, help="ms to the first token that are good")
     add("--tpot", type=float, default=math.inf, help="ms a further token that are good")
@@ -206,6 +207,7 @@ def body_of(args: argparse.Namespace, prompt: list[int] | str, new: int) -> byte
         "model": args.model,
         "max_tokens": new,
         "ignore_eos": not args.stop_at_eos,
+        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -259,7 +261,7 @@ async def run_point(
     return record | {"busy": rounded(busy), **stamp, "commit": own_commit()}, rows
 
 
-CASE_KEYS = "model api requests prompt new prefix groups burstiness".split()
+CASE_KEYS = "model api requests prompt new prefix groups burstiness body".split()
 
 
 def times_of(exchange, reply, began: float, due: float) -> dict:

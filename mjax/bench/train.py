@@ -23,14 +23,14 @@ import numpy as np
 from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
-from mjax.errors import UserError, program
+from mjax.errors import CommandParser, UserError
 from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("bench train"), description=__doc__)
+    parser = CommandParser("bench train", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument("--documents", type=int, default=1, help="documents per sequence")

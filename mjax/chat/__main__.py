@@ -14,7 +14,7 @@ from rich.console import Console
 from mjax.chat.models import CHAT_SETTINGS
 from mjax.chat.session import Session, Talk, setting_of
 from mjax.config.languages.paths import path_text
-from mjax.errors import INTERRUPTED, UserError, or_user_error, program, run_cli
+from mjax.errors import INTERRUPTED, CommandParser, UserError, or_user_error, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def _model(args: argparse.Namespace) -> Any:
 
 
 def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("chat"), description="Talk to a model.")
+    parser = CommandParser("chat", description="Talk to a model.")
     about = "a run, a checkpoint, org/name on the hub, a Hugging Face folder, or a server's URL"
     parser.add_argument("model", metavar="MODEL", type=path_text, help=about)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")

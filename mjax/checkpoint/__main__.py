@@ -26,7 +26,7 @@ from mjax.checkpoint.base.source import block_shape, blocks
 from mjax.checkpoint.base.steps import checkpoint_folder, is_step, newest_step, steps_in
 from mjax.checkpoint.base.stored import StoredArrays, read_record
 from mjax.config.languages.paths import as_path, is_address
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 
 NOTHING = object()  # a value of a key that is not there
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _checkpoint_arguments(argv: list[str] | None) -> argparse.Namespace:
     about = "See what checkpoints hold, and whether they are intact."
-    parser = argparse.ArgumentParser(prog=program("checkpoint"), description=about)
+    parser = CommandParser("checkpoint", description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     path = "a run, a checkpoint folder or one step"
     for name, text in (

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 import mjax
@@ -32,7 +33,11 @@ from mjax.checkpoint.base.companion_files import (
     identify_text,
     side_files_of_run,
 )
-from mjax.checkpoint.base.continuation import keeps_buffers, require_continuation
+from mjax.checkpoint.base.continuation import (
+    keeps_buffers,
+    require_continuation,
+    require_same_arrays,
+)
 from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.base.follow_up import FollowUp
 from mjax.checkpoint.base.orbax_messages import plain_reason
@@ -399,13 +404,15 @@ class Store:
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
         """Return the state of a step, without a loss scale or buffers that do not fit this run."""
+        saved = self._manager.item_metadata(step)["state"]
+        shapes = [_shapes_of(state.get("params", {})) for state in (saved, abstract_state)]
+        require_same_arrays(self.cfg, meta, self.directory / str(step), *shapes)
         wanted = dict(abstract_state)
         if meta["config"].get("precision", {}).get("compute") != "float16":
             wanted.pop("loss_scale", None)
         keeps = keeps_buffers(self.cfg, meta)
         if not keeps:
             log.warning("step %s is of another FP8 recipe: what it remembers starts anew", step)
-            saved = self._manager.item_metadata(step)["state"]
             wanted = orbax_handlers.with_buffers(wanted, saved)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         state = self._manager.restore(step, args=items)["state"]
@@ -438,6 +445,11 @@ class Store:
             "or mend the folder, then start again: the run resumes from its newest complete "
             "checkpoint",
         )
+
+
+def _shapes_of(params: dict) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters, or of orbax's record of them, by name."""
+    return {name: tuple(array.shape) for name, array in flatten_dict(params, sep=".").items()}
 
 
 def ensure_writable(directory: str | Path) -> Path:

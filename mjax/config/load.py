@@ -20,16 +20,18 @@ from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
 from mjax.config.languages.imports import import_modules
+from mjax.config.languages.megatron_names import KEY_OF_ARGUMENT
 from mjax.config.languages.paths import as_path
 from mjax.config.schema.keys import is_group
 from mjax.config.schema.run import Config
 from mjax.config.schema.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
-from mjax.errors import UserError, or_user_error
-from mjax.files import config_file
+from mjax.errors import CommandParser, UserError, or_user_error
+from mjax.files import CONFIG_FILES, config_file
 
 # Returns values for keys that a tree of given keys, as yet unchecked, does not set.
 Defaults = Callable[[dict], dict]
+MOST_LISTED = 12  # keys of a group that one line lists
 
 
 def load(
@@ -76,6 +78,8 @@ def json_schema() -> dict:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config X [a.b=c ...] --print-config --print-schema` to a command line."""
+    if isinstance(parser, CommandParser):
+        parser.key_of = key_of_name
     about = "config file, or one of mjax's by name: quickstart; without it, the defaults"
     parser.add_argument("--config", type=as_path, metavar="YAML", help=about)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a config key")
@@ -151,9 +155,9 @@ def _read_override(override: str, places: dict[str, str]) -> dict:
     key, equals, text = override.partition("=")
     names = key.split(".")
     if not equals or not all(names) or not text.strip():
-        raise UserError(
-            f"override {override!r} is not of the form a.b=value; write null for no value"
-        )
+        is_file = override.endswith(CONFIG_FILES)
+        hint = f"a config file is --config {override}" if is_file else "write null for no value"
+        raise UserError(f"override {override!r} is not of the form a.b=value; {hint}")
     value: Any = yaml_text.read(text, f"override {override!r}", places, key)
     for i in range(1, len(names)):
         places.setdefault(".".join(names[:i]), places[key])
@@ -186,6 +190,8 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
         line = f"{key}: missing; set it"
     elif first["type"] in ("model_type", "dict_type", "model_attributes_type"):
         line = f"{key}={shortened(repr(first['input']))}: must be a group of keys"
+        if key in _groups():
+            line += f", such as {key}.{next(iter(_groups()[key].model_fields))}"
     else:
         expected = " or ".join(_expectation(e["msg"]) for e in errors)
         line = f"{key}={shortened(repr(first['input']))}: must be {expected}"
@@ -200,7 +206,8 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
 
 def _expectation(message: str) -> str:
     """The value that pydantic wants, in its words."""
-    return message.removeprefix("Input should be ").removeprefix("Value error, must be ")
+    words = message.removeprefix("Input should be ").removeprefix("Value error, must be ")
+    return words.replace("a valid list", "a list, as [a, b]")
 
 
 def _groups(group: type[BaseModel] = Config, home: str = "") -> dict[str, type[BaseModel]]:
@@ -215,12 +222,11 @@ def _groups(group: type[BaseModel] = Config, home: str = "") -> dict[str, type[B
 
 def _dotted(loc: tuple[str | int, ...]) -> str:
     """The config key of a pydantic location, without the tags of union members."""
-    groups = _groups()
     key = ""
     for part in loc:
         if isinstance(part, int):
             key += f"[{part}]"
-        elif re.sub(r"\[\d+\]", "", key) in groups:
+        elif re.sub(r"\[\d+\]", "", key) in _groups():
             key = f"{key}.{part}" if key else part
         elif _is_dict(key):
             return f"{key}.{part}"
@@ -237,16 +243,29 @@ def _is_dict(key: str) -> bool:
 
 def _suggestion(loc: tuple[str | int, ...]) -> str:
     """The hint for an unknown key: the nearest key of its group or the groups in it; failing that,
-    of any group."""
+    of any group, or all of its group if they are few."""
     *parents, name = (part for part in loc if isinstance(part, str))
+    home = ".".join(parents)
+    own = list(_groups()[home].model_fields) if home in _groups() else []
+    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
+        return f"; did you mean {home}.{near[0]}?" if home else f"; did you mean {near[0]}?"
     anywhere = _names_below("")
-    if name in anywhere:  # right key, wrong group
-        return f"; did you mean {anywhere[name]}?"
-    for known in (_names_below(".".join(parents)), anywhere):
-        near = difflib.get_close_matches(name, known, n=1)
+    if key := key_of_name(name):  # right key, wrong group, or Megatron's
+        return f"; did you mean {key}?"
+    for known, cutoff in ((_names_below(home), 0.6), (anywhere, 0.75)):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
         if near:
             return f"; did you mean {known[near[0]]}?"
+    if home and 0 < len(own) <= MOST_LISTED:
+        return f"; {home} has {', '.join(own)}"
     return "; --print-schema lists all keys"
+
+
+def key_of_name(name: str) -> str | None:
+    """The key that a bare name means, or an argument of Megatron's; dashes are underscores."""
+    bare = name.strip("-").replace("-", "_")
+    key = _names_below("").get(bare)
+    return key if key and key not in _groups() else KEY_OF_ARGUMENT.get(bare)
 
 
 def _names_below(home: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ Looks up the neighbors of all samples of a run among its training documents, hel
 and keeps them beside the data, where the run finds them.
 """
 
-import argparse
 import json
 import os
 import time
@@ -16,13 +15,13 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.neighbor_index import ChunkIndex, database_of, search
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.loader import run_datasets
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; prints one JSON line on success."""
     about = "Look up the neighbors of the chunks of a run's samples."
-    parser = argparse.ArgumentParser(prog=program("data.neighbors"), description=about)
+    parser = CommandParser("data.neighbors", description=about)
     add_config_arguments(parser)
     _, cfg = config_from_args(parser, argv)
     if not cfg.model.architecture.reads_neighbors or cfg.data.mock:

@@ -12,7 +12,7 @@ import sys
 from mjax.config.languages.paths import path_text
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 
 
 def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
@@ -23,7 +23,7 @@ def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
         if train
         else "Tokenize text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
     )
-    parser = argparse.ArgumentParser(prog=program(name), description=about)
+    parser = CommandParser(name, description=about)
     add = parser.add_argument
     add(
         "--input",
@@ -37,7 +37,7 @@ def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
         add("--vocab-size", type=int, required=True)
         add("--output", type=path_text, required=True, help="the tokenizer.json to write")
     else:
-        add("--output", type=path_text, required=True, metavar="PREFIX")
+        add("--output", type=path_text, required=True, metavar="PREFIX", help="of the two files")
         kinds = "byte, a tokenizer's file or its folder"
         add("--tokenizer", type=path_text, required=True, help=kinds)
         add("--append-eod", action="store_true", help="end every document with the EOD token")

@@ -4,7 +4,6 @@ Text that the loss is on is green, or between « and » without colors. A summar
 left out, cut and dropped, and how full the rows are.
 """
 
-import argparse
 import re
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ from mjax.config.schema.run import Config
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.loader import Dataset, build_datasets
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # of terminals, but for tab and line feed
 FIELDS = "tokens", "labels", "loss_mask", "segment_ids"
@@ -26,7 +25,7 @@ FIELDS = "tokens", "labels", "loss_mask", "segment_ids"
 def main(argv: list[str] | None = None) -> int:
     """The command line; prints rows and a summary."""
     about = "Print rows of conversations as a run reads them; what the loss is on is green."
-    parser = argparse.ArgumentParser(prog=program("data.preview"), description=about)
+    parser = CommandParser("data.preview", description=about)
     add_config_arguments(parser)
     parser.add_argument("--rows", type=int, default=2, help="rows to print (default: 2)")
     args, cfg = config_from_args(parser, argv)

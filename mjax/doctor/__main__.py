@@ -4,7 +4,6 @@ Started as the processes of a job (`srun mjax doctor`), it measures all of their
 codes: 0 all is well, 1 there is a problem.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from mjax.config.languages.paths import as_path
 from mjax.doctor import clashes, host
-from mjax.errors import UserError, first_line, program, run_cli
+from mjax.errors import CommandParser, UserError, first_line, run_cli
 
 LEAST_DISK_GB = 2.0  # that the command asks for; a run asks for what its checkpoint takes
 MOST_ROWS = 16  # devices shown, the slowest first
@@ -23,7 +22,7 @@ MOST_ROWS = 16  # devices shown, the slowest first
 
 def main() -> int:
     about = "Measure this machine for some seconds, and name what is wrong with it."
-    parser = argparse.ArgumentParser(prog=program("doctor"), description=about)
+    parser = CommandParser("doctor", description=about)
     folder = "whose free disk counts (default: this one)"
     parser.add_argument("--dir", type=as_path, default=Path("."), metavar="FOLDER", help=folder)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,9 +43,11 @@ def _examination(folder: Path) -> tuple[dict, bool]:
 
         from mjax.doctor.examination import examine_machine
         from mjax.sharding.mesh import start_processes
+        from mjax.sharding.processes.agreement import ends_with_others
 
         start_processes()
-        return asdict(examine_machine(folder, LEAST_DISK_GB)), jax.process_index() == 0
+        with ends_with_others():
+            return asdict(examine_machine(folder, LEAST_DISK_GB)), jax.process_index() == 0
     except UserError:
         raise
     except (ImportError, RuntimeError) as e:

@@ -16,15 +16,20 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.generate.options import add_model_arguments, load_model
 from mjax.infer.text import windows
+
+if TYPE_CHECKING:  # they import jax
+    from mjax.run.batches import RunBatches
+    from mjax.train.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
+    parser = CommandParser("evaluate", description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
     answers = commands.add_parser("answers", help="of conversations, to the letter; prints JSON")
@@ -96,7 +101,26 @@ def _loss(args: argparse.Namespace) -> None:
     """Print the loss of a run's newest checkpoint on a part of its held-out data."""
     from mjax.run.evaluation import loss_of_split
 
-    print(json.dumps(loss_of_split(args.run, args.split, args.steps, args.overrides)))
+    given = args.run, args.split, args.steps, args.overrides
+    print(json.dumps(loss_of_split(*given, _with_roles)))
+
+
+def _with_roles(trainer: "Trainer", record: dict) -> "RunBatches":
+    """The batches of a run, with what its teacher or reference computes of them."""
+    from mjax.config.rules.data_rules import data_sources
+    from mjax.config.rules.reinforce_rules import draws_answers
+    from mjax.post.preference_batches import preference_batches
+    from mjax.post.teacher import distillation_batches
+    from mjax.run.batches import from_config
+
+    cfg = trainer.cfg
+    if draws_answers(cfg) and not data_sources(cfg) and cfg.data.conversations.path is None:
+        raise UserError(
+            f"evaluate loss: {cfg.run.dir} learned from the rewards of its own answers and holds "
+            "no data out; its metrics.jsonl has the rewards of held-out prompts"
+        )
+    sources = {"distill": distillation_batches, "preference": preference_batches}
+    return sources.get(cfg.train.objective, from_config)(trainer, record)
 
 
 def _answers(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ with the calling convention, and the tokenizer (mjax/export/programs.py says how
 import argparse
 
 from mjax.config.languages.paths import as_path, path_text
-from mjax.errors import program, read_numbers, run_cli
+from mjax.errors import CommandParser, read_numbers, run_cli
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _export_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("export"), description="Export a model.")
+    parser = CommandParser("export", description="Export a model.")
     about = "any folder that mjax reads, or org/name on the hub"
     parser.add_argument("--ckpt", type=path_text, required=True, help=about)
     parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")
@@ -57,7 +57,8 @@ def _export_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=128, metavar="S", help=block)
     platforms = "what the programs run on (default: cpu,cuda)"
     parser.add_argument("--platforms", default="cpu,cuda", help=platforms)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    kinds = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="of the weights")
     return parser.parse_args(argv)
 
 

@@ -20,7 +20,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
+from mjax.errors import UNREADABLE, CommandParser, UserError, or_user_error, run_cli
 from mjax.generate.options import add_model_arguments, image_scale, load_model, usual_scale
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("generate"), description="Continue text.")
+    parser = CommandParser("generate", description="Continue text.")
     add_model_arguments(parser)
     about = "stages of layers, of --tp devices each"
     parser.add_argument("--pp", type=int, default=1, metavar="N", help=about)
@@ -100,7 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", help="with --chat: the system message of every --prompt")
     bare = "do not put the tokenizer's BOS first"
     parser.add_argument("--no-bos", action="store_true", help=bare)
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most")
     about = {
         "temperature": "0: always the likeliest token",
         "top_k": "0: off",
@@ -114,7 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
         parser.add_argument(flag, type=kind, default=field.default, help=about[field.name])
     parser.add_argument("--stop", action="append", default=[], help="text that ends a row; repeat")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     lines = "a line for each token: id, log-probability, text"
     parser.add_argument("--logprobs", action="store_true", help=lines)
     return parser.parse_args(argv)

@@ -24,6 +24,11 @@ def require_decoder(cfg: ModelConfig) -> None:
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
             "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
         )
+    if cfg.num_labels:
+        raise UserError(
+            f"model.num_labels={cfg.num_labels}: a model that scores texts continues none and "
+            "gives them no probability; `mjax evaluate loss --run RUN` measures it"
+        )
     if architecture.reads_target or not architecture.generates:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
@@ -40,6 +45,17 @@ def limits_of(cfg: ModelConfig, given: Limits, batch_invariant: bool) -> Limits:
     alone = given.prefill_alone or keeps_states(cfg)
     once = given.computes_once or batch_invariant
     return replace(given, length=length, prefill_alone=alone, computes_once=once)
+
+
+def text_length(cfg: ModelConfig, asked: int | None) -> int:
+    """Tokens of the longest text to serve; None: of the model. Raises `UserError` for more."""
+    most = cfg.max_position_embeddings
+    if asked is not None and asked > most and cfg.position_embedding != "relative":
+        raise UserError(
+            f"max_model_len={asked}: the model has {most} positions; give at most {most}, or "
+            "leave it out"
+        )
+    return most if asked is None else asked
 
 
 def keeps_states(cfg: ModelConfig) -> bool:
@@ -101,13 +117,13 @@ def check_stages(has_adapters: bool, drafter_depths: int) -> None:
     """Raise `UserError` for a model or an option of an engine that stages of layers lack."""
     if drafter_depths:
         raise UserError(
-            "speculative_method=mtp with pipeline_parallel_size (mesh.pp) above 1: layers of "
+            "speculative_method=mtp with pp or pipeline_parallel_size above 1: layers of "
             "multi-token prediction have no stage; take ngram, or no stages"
         )
     if has_adapters:
         raise UserError(
-            "adapters of single requests with pipeline_parallel_size (mesh.pp) above 1 are not "
-            "built; merge one into the model, or take tensor_parallel_size"
+            "adapters of single requests with pp or pipeline_parallel_size above 1 are not built; "
+            "merge one into the model, or take more devices of tp"
         )
 
 

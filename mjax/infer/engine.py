@@ -41,7 +41,7 @@ from mjax.infer.step_runner import Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, position_shift, require_generator, whole_inputs
 from mjax.models.base.params import Definition
 
-GREEDY, LIMITED = Draws(), Draws(random=True, limited=True)
+GREEDY, RANDOM, LIMITED = Draws(), Draws(random=True), Draws(random=True, limited=True)
 
 
 class Engine:
@@ -54,8 +54,9 @@ class Engine:
     fixed_rows: whether decoding always has `limits.rows` rows: one program, compiled sooner.
     batch_invariant: whether the bits of a request do not depend on what runs beside it. All
         steps then have the largest size and compute all kinds of draws and rules, and a text
-        begins when all its pages are free. Other programs serve prompts with log-probabilities
-        and rows with more than 16 biases or forbidden tokens, also for what runs beside these.
+        begins when all its pages are free. Dense models compute layers in blocks of tokens, as
+        their trainer can. Other programs serve prompts with log-probabilities and rows with more
+        than 16 biases or forbidden tokens, also for what runs beside these.
     donate: frees `params` while they are copied.
     drafts: most tokens of a row that a step guesses and verifies. Rows then wait for the host
         between steps; it pays where few texts repeat themselves much.
@@ -346,17 +347,19 @@ class Engine:
                     text = self._push(result, place)
                     found.append(TokenUpdate(sample.request, sample, text))
             sample.guesses = result.guesses
-            self.verified += result.drafts > 0
-            self.guessed += result.drafts
-            self.accepted += len(result.kept) - 1
+            if result.drafts:
+                self.verified += 1
+                self.guessed += result.drafts
+                self.accepted += len(result.kept) - 1
         return found
 
     def _push(self, result: Result, place: int) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
-        sample, drawn = result.sample, result.drawn
-        tokens, token = sample.tokens, int(drawn.token[place])
-        top = shown_tokens(drawn, place, sample.request.params.logprobs or 0)
-        logprobs = float(drawn.logprob[place]), float(drawn.processed[place])
+        sample = result.sample
+        tokens, (drawn, own, processed) = sample.tokens, result.columns
+        token, count = drawn[place], sample.request.params.logprobs
+        top = shown_tokens(result.drawn, place, count) if count else None
+        logprobs = own[place], processed[place]
         text = sample.answer.push(token, *logprobs, top, result.version)
         if len(tokens.tokens) + 1 >= tokens.limit:
             text += sample.answer.finish("length")

@@ -16,7 +16,7 @@ from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.checks import check_stages
+from mjax.infer.checks import check_stages, text_length
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
@@ -24,7 +24,8 @@ from mjax.infer.scheduling.scheduler import Limits, QueueFull
 from mjax.infer.weights import usual_dtype
 from mjax.interop.adapter_slots import AdapterSlots, slots_of, with_slots_filled
 from mjax.interop.adapter_stack import with_stack
-from mjax.interop.pretrained import Pretrained, from_pretrained
+from mjax.interop.pretrained import Pretrained
+from mjax.interop.random_weights import loader_of
 from mjax.json_file import read_json
 from mjax.sharding.mesh import tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
@@ -52,6 +53,7 @@ class LLM:
     max_loras: of adapters that may be there at a time, `slots` of max_lora_rank for them; None:
         those of `adapters` alone.
     max_queued: requests that may wait; None: any number.
+    load_format: dummy draws random weights, and reads nothing of the model but its config.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LLM:
         max_loras: int | None = None,
         max_lora_rank: int = 16,
         max_queued: int | None = None,
+        load_format: str = "auto",
     ):
         """`model`: a run, a checkpoint, RUN@best, a Hugging Face or Megatron folder.
 
@@ -84,10 +87,10 @@ class LLM:
         adapted = bool(folders) or max_loras is not None
         mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, adapted)
         apart = pipeline_parallel_size == 1  # stages are made of stacks
-        loaded = from_pretrained(model, mesh=mesh, dtype=dtype, apart=apart)
+        loaded = loader_of(load_format)(model, mesh=mesh, dtype=dtype, apart=apart)
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
         loaded = _with_adapters(loaded, self.slots, folders)
-        name, most = tokenizer or tokenizer_of(model), loaded.cfg.max_position_embeddings
+        name = tokenizer or tokenizer_of(model)
         self.mesh, self.dtype, self.definition = mesh, dtype, loaded.definition
         self.folder, self.tokenizer_name = loaded.tokenizer_dir, name
         self.tokenizer: Tokenizer | None = None if name is None else load_tokenizer(name)
@@ -101,7 +104,7 @@ class LLM:
             limits=Limits(
                 rows=max_num_seqs,
                 chunk=max_num_prefill_tokens,
-                length=most if max_model_len is None else max_model_len,
+                length=text_length(loaded.cfg, max_model_len),
                 queued=max_queued,
             ),
             cache_dtype=kv_cache_dtype,

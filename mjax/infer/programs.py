@@ -23,9 +23,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mjax.config.rules.reinforce_rules import lacks_blocks
 from mjax.config.schema.model import ModelConfig
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.caches.rows import decoded_tokens, last_places, prefilled_tokens
+from mjax.infer.caches.rows import decoded_tokens, each_a_row, last_places, prefilled_tokens
 from mjax.infer.caches.slots import with_states_copied
 from mjax.infer.caches.specs import PoolSizes, paged_specs
 from mjax.infer.drafting.multi_token import Guesser, RowEnds, StepActivations
@@ -51,6 +52,7 @@ from mjax.models.base.branch import CacheSpec
 from mjax.models.base.context import Context, Kernels, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.runtime.run import Caches
+from mjax.models.runtime.token_blocks import TokenBlocks, each_in_blocks
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
 from mjax.sharding.cpu_collective_order import in_program_order
@@ -98,6 +100,13 @@ class EnginePrograms:
     sizes: PoolSizes
     form: Form | None = None  # of matmul weights, if they are rounded
     layout: Layout | None = None  # of layers in stages, if they are
+    batch_invariant: bool = False  # an option of the engine
+
+    @functools.cached_property
+    def invariant(self) -> bool:
+        """Whether layers are computed in blocks of tokens (`models/runtime/token_blocks.py`)."""
+        differs = self.form or self.layout or self.sizes.eight_bits or self.parallel.tp > 1
+        return self.batch_invariant and not differs and lacks_blocks(self.cfg) is None
 
     @functools.cached_property
     def parallel(self) -> Parallel:
@@ -166,16 +175,12 @@ class EnginePrograms:
     def of_depths(self, caches: Caches) -> Caches:
         return caches[len(self.kinds) :]
 
-    def abstract_places(self, records: np.ndarray) -> jax.ShapeDtypeStruct:
-        """The places that `draw` gives for a step with these records, as a shape."""
-        return self._abstract_rows(len(records))
-
-    def _abstract_rows(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+    def abstract_rows(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._shardings(self.rows))
 
     def abstract_outputs(self, given: StepTokens, records: np.ndarray) -> LayerOutputs:
         """The outputs of a step as shapes with their shardings, without scores."""
-        of = self._abstract_rows
+        of = self.abstract_rows
         logits = of(len(records) * given.places, self.cfg.vocab_size, dtype="float32")
         if not self.sizes.depths:
             return LayerOutputs(logits)
@@ -203,9 +208,7 @@ class EnginePrograms:
             return jnp.zeros((first * self.lanes * self.parallel.pp, *rest), dtype)
 
         caches = jax.tree.map(cache, self.specs)
-        slots = self.lanes * (self.sizes.rows + 1)
-        last = jnp.zeros(slots, jnp.int32)
-        return StepState(caches, last)
+        return StepState(caches, jnp.zeros(self.lanes * (self.sizes.rows + 1), jnp.int32))
 
     def empty(self) -> StepState:
         """The state without rows; pages are never read before they are written."""
@@ -341,20 +344,24 @@ class EnginePrograms:
         ids = self._ids(last, tokens, row)
         info = self._info(row, ids.shape, None if tokens.ids is not None else ids.shape[1])
         ctx, new, scores = self._context(), info.new, None
-        x, _, caches = model.extend(ids, info, ctx, caches, tokens.inputs or {})
+        info = each_a_row(info) if self.invariant else info
+        shaped = ids.reshape(info.positions.shape)
+        x, _, caches = model.extend(shaped, info, ctx, caches, tokens.inputs or {})
         x = x.reshape(-1, x.shape[-1])
+        size = self.cfg.vocab_size
+        logits = functools.partial(model.logits, parallel=self.parallel)
         if tokens.labels is not None:
-            scores = self._for_host(self._scores(model, x, tokens.labels.reshape(-1)))
-        of_rows = x
-        if new.each is None:
-            of_rows = x[last_places(new)]
-        logits = model.logits(of_rows, self.parallel)
+            labels = tokens.labels.reshape(-1)
+            scores = self._for_host(scored_in_parts(x, labels, min(TOP, size), logits, size))
+        of_rows = x if new.each is not None else x[last_places(new)]
+        logits = each_in_blocks(logits, of_rows) if self.invariant else logits(of_rows)
         activations = StepActivations(x, ids) if self.sizes.depths else None
         return caches, LayerOutputs(logits, scores, activations)
 
     def _context(self) -> Context:
         # Kernels of training have no mask for the keys of a source that lie in slots.
-        kernels = Kernels(attention="xla" if self.cfg.architecture.reads_target else "auto")
+        attention = "xla" if self.cfg.architecture.reads_target else "auto"
+        kernels = Kernels(attention, blocks=TokenBlocks() if self.invariant else None)
         stages = None if self.layout is None else Stages(self.layout, self.sizes.rows).run
         return Context(self.parallel, kernels=kernels, run_layers=stages)
 
@@ -398,11 +405,6 @@ class EnginePrograms:
         ends = RowEnds(flat, position, is_row, samples, token, row["following"])
         guesses, caches = guesser.guess(x, ids, info, ends, caches, self.sizes.drafts)
         return caches, self._for_host(guesses)
-
-    def _scores(self, model: nnx.Module, x: jax.Array, labels: jax.Array) -> Scored:
-        """How likely labels [T] and the likeliest tokens are after x [T, D]."""
-        logits, size = functools.partial(model.logits, parallel=self.parallel), self.cfg.vocab_size
-        return scored_in_parts(x, labels, min(TOP, size), logits, size)
 
     def _guesser(
         self,
@@ -478,7 +480,6 @@ class EnginePrograms:
 
     def _states(self, has_counts: bool) -> StepState:
         """The partitions of a state."""
-
         stages = self.parallel.live("pp", *DATA_AXES)
 
         def of_cache(spec: CacheSpec) -> PartitionSpec:

@@ -119,13 +119,6 @@ class RequestSample:
         return not self.tokens.reads_prefix
 
     @property
-    def has_rules(self) -> bool:
-        """Whether some tokens are favored or forbidden in its rows."""
-        rules = self.answer.rules
-        favored = rules.bias or rules.bad_words or rules.allowed is not None
-        return bool(favored or self.answer.matcher or self.answer.params.min_tokens)
-
-    @property
     def has_ended(self) -> bool:
         return self.answer.output.finish_reason is not None
 
@@ -202,11 +195,12 @@ class Records:
         own["count"] = [entry.count for entry in work]
         own["length"] = [entry.first + entry.count for entry in work]
         own["samples"] = [entry.samples for entry in work]
-        for record, entry in zip(own, work, strict=True):
-            if not entry.samples:
-                following = entry.sample.tokens.tokens[entry.first + entry.count :]
-                known = min(len(following), len(record["following"]))
-                record["following"][:known] = following[:known]
+        depths = own["following"].shape[1]
+        for place, entry in enumerate(work):
+            if depths and not entry.samples:
+                end = entry.first + entry.count
+                following = entry.sample.tokens.tokens[end : end + depths]
+                own["following"][place, : len(following)] = following
         return records.view(np.int32).reshape(rows, -1)
 
     def _update(self, lane: np.ndarray, sample: RequestSample) -> None:
@@ -253,8 +247,10 @@ def drafts_of(
 
     Rows of a step have equally many places for drafts. `always`: give them places in any case.
     """
+    if not most:
+        return None
     has_some = any(entry.sample.tokens.drafts for lane in work for entry in lane)
-    if not most or not (has_some or always):
+    if not (has_some or always):
         return None
     table = np.full((len(work) * rows, most), -1, np.int32)
     for number, lane in enumerate(work):
@@ -307,7 +303,7 @@ def rules_of_rows(
     places: Sequence[RequestSample | None], vocabulary: int, drafts: np.ndarray | None
 ) -> RowRules:
     """The rules of the rows of a step; None: a row without work. drafts: as in `row_rules`."""
-    if not any(sample is not None and sample.has_rules for sample in places):
+    if not any(sample is not None and sample.answer.has_rules for sample in places):
         return RowRules()
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.

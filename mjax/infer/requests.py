@@ -345,16 +345,18 @@ class Answer:
         """`prompt`: the tokens before. Without a tokenizer the text stays empty.
 
         `matcher`: of the form `params.structured`.
+
+        waits: whether the host must have read all its tokens before the next one is drawn.
+        has_rules: whether some tokens are favored or forbidden.
         """
         self.params, self.rules, self.matcher = params, rules, matcher
         top: list | None = None if params.logprobs is None else []
         self.output = CompletionOutput(index, top_logprobs=top)
         self._text = text_stream(params, tokenizer, prompt)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host must have read all its tokens before the next one is drawn."""
-        return self.matcher is not None or any(len(word) > 1 for word in self.rules.bad_words)
+        # What each step asks of each row is computed once.
+        self.waits = matcher is not None or any(len(word) > 1 for word in rules.bad_words)
+        given = rules.bias, rules.bad_words, rules.allowed is not None, matcher, params.min_tokens
+        self.has_rules = any(given)
 
     def push(
         self,
@@ -381,18 +383,20 @@ class Answer:
             out.top_logprobs.append({**dict(shown), token: logprob})
         made = len(out.token_ids)
         may_stop = made >= max(params.min_tokens, 1)
-        is_end = token in self.rules.ends and may_stop
+        is_end = may_stop and token in self.rules.ends
         if self.matcher is not None:
             self.matcher.advance(token)
-        text = ""
-        if not is_end or params.include_stop_str_in_output:
-            text = self._text.push(token, may_stop)
+        text, stream = "", self._text
+        if stream is not None and (not is_end or params.include_stop_str_in_output):
+            text = stream.push(token, may_stop)
         if self.matcher is not None and self.matcher.error:
             out.finish_reason, out.stop_reason = "error", self.matcher.error
         elif is_end:
             out.stop_reason = token if token in params.stop_token_ids else None
             out.finish_reason = "stop"
-        elif self._text.stopped or (self.matcher is not None and self.matcher.is_complete):
+        elif stream is not None and stream.stopped:
+            out.finish_reason = "stop"
+        elif self.matcher is not None and self.matcher.is_complete:
             out.finish_reason = "stop"
         elif made == params.max_tokens:
             out.finish_reason = "length"
@@ -426,6 +430,8 @@ class Answer:
     def _grown(self, text: str) -> str:
         """Add text to the output, with the rest if it has ended."""
         out = self.output
+        if self._text is None:
+            return ""
         if out.finish_reason is not None:
             text += self._text.close()
         if self._text.stopped and out.stop_reason is None:
@@ -436,11 +442,12 @@ class Answer:
 
 def text_stream(
     params: SamplingParams, tokenizer: Tokenizer | None, prompt: Sequence[int]
-) -> TextStream:
-    """The stream of a sample's text after `prompt`, as a request wants it."""
+) -> TextStream | None:
+    """The stream of a sample's text after `prompt`, as a request wants it; None: it has no text."""
     if tokenizer is None or not params.detokenize:
-        return TextStream(lambda ids: "", prompt, params.stop)
+        return None
     options: dict[str, Any] = {"include_stop": params.include_stop_str_in_output}
     if params.skip_special_tokens:
-        return TextStream(tokenizer.decode, prompt, params.stop, tokenizer.special_text, **options)
+        options |= {"special": tokenizer.special_text, "decode_one": tokenizer.decode_one}
+        return TextStream(tokenizer.decode, prompt, params.stop, **options)
     return TextStream(tokenizer.decode_whole or tokenizer.decode, prompt, params.stop, **options)

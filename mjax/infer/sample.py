@@ -21,15 +21,15 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from mjax.errors import UserError
-from mjax.infer.sampling.limits import likeliest, limited
+from mjax.infer.sampling.limits import Settings, likeliest, within_limits
 from mjax.infer.sampling.noise import noise
+from mjax.kernels.loss.logits import below_largest, log_prob_of
+from mjax.models.runtime.token_blocks import each_in_blocks
 
 # The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
 _LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 _LOGITS = 2**26  # fp32 numbers that scores of prompts make at a time
-
-Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [R]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,8 @@ class Sampling:
     @property
     def penalizes(self) -> bool:
         """Whether its logits depend on the tokens before."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)
 
 
 def settings_of(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
@@ -91,15 +88,18 @@ class Draws:
     limited: top-k, top-p or min-p before its draw.
     penalties: of tokens before; `DrawRows.counts` are given.
     top: so many of the likeliest tokens are wanted, with their log-probabilities.
+    in_blocks: log-probabilities are of blocks of rows (`models/runtime/token_blocks.py`).
 
-    The device could find out by itself, but XLA's host waits for the predicate of a branch. Each
-    step would be launched after the end of the one before, with the device idle meanwhile.
+    The host knows all but how large a nucleus is. It decides a branch, which the device takes by
+    itself within a CUDA graph. XLA has no loops in graphs by default: its host would wait for the
+    predicate of one, and launch each step after the end of the one before.
     """
 
     random: bool = False
     limited: bool = False
     penalties: bool = False
     top: int = 0
+    in_blocks: bool = False
 
     def covers(self, other: "Draws") -> bool:
         """Whether these computations include all of `other`."""
@@ -196,28 +196,36 @@ def draw_tokens(logits: jax.Array, rows: DrawRows, draws: Draws) -> Drawn:
         z = penalized(z, rows.counts, rows.settings)
     z = forbidden(z, rows.rules)
     token = jnp.argmax(z, -1).astype(jnp.int32)
-    left = _below_largest(z)
+    left = below_largest(z)
     if draws.random:
         hot = rows.settings["temperature"] > 0
         # At the least temperature differences to the likeliest become 0 or minus infinity.
-        divisor = jnp.maximum(jnp.where(hot, rows.settings["temperature"], 1.0), _LEAST)
-        left = left / divisor[:, None]
+        divisor = jnp.maximum(rows.settings["temperature"], _LEAST)
+        temperature = jnp.where(hot, divisor, 1.0)[:, None]
+        left = left / temperature
         if draws.limited:
-            left = jnp.where(hot[:, None], limited(left, rows.settings), left)
+            # A greedy row keeps one token, so it never makes the device search all logits.
+            top_k = jnp.where(hot, rows.settings["top_k"], 1)
+            stays = within_limits(z, temperature, rows.settings | {"top_k": top_k})
+            left = jnp.where(stays | ~hot[:, None], left, -jnp.inf)
         gumbel = noise(rows.seed, rows.index, rows.position, z.shape[-1])
         token = jnp.where(hot, jnp.argmax(left + gumbel, -1).astype(jnp.int32), token)
     own = scored(logits, token, draws.top)
-    return Drawn(token, own.logprob, _log_prob(left, token), own.top_ids, own.top_logprobs)
+    found = own.logprob, log_prob_of(left, token)
+    if draws.in_blocks:
+        differences = below_largest(logits), left
+        found = tuple(each_in_blocks(log_prob_of, each, token) for each in differences)
+    return Drawn(token, *found, own.top_ids, own.top_logprobs)
 
 
 def scored(logits: jax.Array, token: jax.Array, top: int) -> Scored:
     """Log-probabilities of tokens int32 [R] and of the `top` likeliest by logits fp32 [R, V]."""
-    own = _below_largest(logits)
-    found = Scored(_log_prob(own, token))
+    own = below_largest(logits)
+    found = Scored(log_prob_of(own, token))
     if not top:
         return found
-    ids = likeliest(logits, top)
-    return found._replace(top_ids=ids, top_logprobs=jax.vmap(_log_prob, (None, 1), 1)(own, ids))
+    _, ids = likeliest(logits, top)
+    return found._replace(top_ids=ids, top_logprobs=jax.vmap(log_prob_of, (None, 1), 1)(own, ids))
 
 
 def scored_in_parts(
@@ -240,16 +248,6 @@ def scored_in_parts(
     labels = labels.reshape(-1, size)
     found = jax.lax.map(of_part, (x, labels))
     return jax.tree.map(jnp.concatenate, found)
-
-
-def _below_largest(logits: jax.Array) -> jax.Array:
-    return logits - logits.max(-1, keepdims=True)
-
-
-def _log_prob(differences: jax.Array, token: jax.Array) -> jax.Array:
-    """Log-probabilities fp32 [R] of tokens, from differences to the largest logit of each row."""
-    chosen = jnp.take_along_axis(differences, token[:, None], 1)[:, 0]
-    return chosen - jnp.log(jnp.exp(differences).sum(-1))
 
 
 def biased(logits: jax.Array, rules: RowRules) -> jax.Array:
@@ -286,14 +284,13 @@ def penalized(logits: jax.Array, counts: TokenCounts, settings: Settings) -> jax
     The repetition penalty moves a logit towards minus infinity: it divides what is positive and
     multiplies what is negative.
     """
-    repetition, presence, frequency = (
-        settings[f"{name}_penalty"][:, None] for name in ("repetition", "presence", "frequency")
-    )
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    repetition, presence, frequency = (settings[name][:, None] for name in names)
     factor = jnp.maximum(repetition, _LEAST)
     changed = jnp.where(logits < 0, logits * factor, logits / factor)
-    is_seen = counts.prompt | (counts.outputs > 0)
-    logits = jnp.where(is_seen, jnp.clip(changed, -_LARGEST, _LARGEST), logits)
-    return logits - presence * (counts.outputs > 0) - frequency * counts.outputs
+    is_output = counts.outputs > 0
+    logits = jnp.where(counts.prompt | is_output, jnp.clip(changed, -_LARGEST, _LARGEST), logits)
+    return logits - presence * is_output - frequency * counts.outputs
 
 
 def kept_drafts(drafts: jax.Array, tokens: jax.Array) -> jax.Array:

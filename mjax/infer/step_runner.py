@@ -64,12 +64,13 @@ Work = list[list[RowWork]]  # of each lane
 class Result(NamedTuple):
     """The tokens of a sample that a step drew: those at places `kept` of `drawn`.
 
-    version: of the weights. drafts: number of guesses that were verified.
-    guesses: of the model's own layers, of the tokens after these.
+    columns: token, logprob and processed of all places. version: of the weights. drafts: number of
+    guesses that were verified. guesses: of the model's own layers, of the tokens after these.
     """
 
     sample: RequestSample
     drawn: Drawn
+    columns: tuple[list[int], list[float], list[float]]
     kept: range
     version: int
     drafts: int
@@ -132,11 +133,10 @@ class StepRunner:
         self._chunks = 1 if limits.prefill_alone else min(CHUNKS, rows[-1])
         width = -(-(limits.length + drafts) // PAGE)
         self.whole_sizes = [*powers_of_two(16, width * PAGE)[:-1], width * PAGE]
-        first = 2 if pages is None else pages
         more = cache_dtype == "fp8", drafts, snapshots, depths, keeps_experts
-        sizes = PoolSizes(first, limits.rows, width, *more)
-        of_model = definition, cfg, mesh, self.dtype
-        self.programs = EnginePrograms(*of_model, sizes, self._form, self._layout)
+        sizes = PoolSizes(2 if pages is None else pages, limits.rows, width, *more)
+        of_model = definition, cfg, mesh, self.dtype, sizes, self._form, self._layout
+        self.programs = EnginePrograms(*of_model, batch_invariant)
         if pages is None:
             self._fill_memory()
         self.records = Records(self.programs.lanes, limits.rows, record_dtype(sizes))
@@ -146,7 +146,7 @@ class StepRunner:
         self._has_counts = False  # whether tokens are counted, for penalties
         if batch_invariant:  # no program depends on what others draw
             top = min(TOP, cfg.vocab_size)
-            draws = Draws(random=True, limited=True, penalties=True, top=top)
+            draws = Draws(True, True, True, top, in_blocks=self.programs.invariant)
             self._warm = WarmPrograms((draws,), all_rules=True)
         self.flying: deque[Launched] = deque()
         self.version = self.prefills = 0
@@ -395,14 +395,15 @@ class StepRunner:
         """The program in which the model's own layers guess what follows."""
         state, programs = self._held_or_abstract(), self.programs
         held = self.params, programs.of_depths(state.caches), state.last
-        own = outputs.activations, programs.abstract_places(records), records, rules
+        own = outputs.activations, programs.abstract_rows(len(records)), records, rules
         each = None if given.ids is not None else given.places
         return self._compiled(programs.guess, held, own, draws=draws, each=each)
 
     def _options(self, tokens: int) -> dict:
         """The XLA options of layers for so many tokens."""
         device = next(iter(jax.tree.leaves(self._places)[0].device_set))
-        return serving_options(tokens, self._form is not None, device)
+        facts = self._form is not None, device, self.programs.invariant
+        return serving_options(tokens, *facts)
 
     def _held_or_abstract(self) -> StepState:
         if self._state is not None:
@@ -455,11 +456,12 @@ class StepRunner:
             drawn, scores, guesses = jax.tree.map(np.asarray, results)
             if scores is not None:
                 read_scores(work, scores)
+            columns = tuple(a.tolist() for a in (drawn.token, drawn.logprob, drawn.processed))
             for place, sample in samples.items():
                 kept = kept_places(drawn.token, drafts, place)
                 count = 0 if drafts is None else int((drafts[place] >= 0).sum())
                 found = [] if guesses is None else guesses[place].tolist()
-                yield Result(sample, drawn, kept, version, count, found)
+                yield Result(sample, drawn, columns, kept, version, count, found)
 
 
 def fitting_pages(
@@ -471,8 +473,8 @@ def fitting_pages(
     """The pages of each lane that memory holds beside weights and the largest programs.
 
     `largest`: of these programs, as `EnginePrograms.lowered` takes it. `options_of`: those of XLA
-    for a number of tokens. On a device that does not
-    say its memory, so many that all rows have a quarter of their length, and one has it all.
+    for a number of tokens. On a device that does not say its memory, so many that all rows have a
+    quarter of their length, and one has it all.
     """
     sizes, stats = programs.sizes, memory_of(params)
     if not stats:

@@ -27,7 +27,10 @@ class TextStream:
         stop: Sequence[str],
         special: Callable[[int], str] = lambda token: "",
         include_stop: bool = False,
+        decode_one: Callable[[int], str] | None = None,
     ):
+        """`decode_one`: the text of one token, where it need not be decoded each time."""
+        self._decode_one = decode_one or (lambda token: decode([token]))
         self._decode, self._stop, self._special = decode, tuple(stop), special
         self._ids = list(prompt[-_BEFORE:])  # decoded up to `_done`; context from `_from` on
         self._from, self._done = 0, len(self._ids)
@@ -64,7 +67,8 @@ class TextStream:
         return text
 
     def _pending(self) -> str:
-        before = self._decode(self._ids[self._from : self._done])
+        known = self._ids[self._from : self._done]
+        before = self._decode_one(known[0]) if len(known) == 1 else self._decode(known)
         return self._decode(self._ids[self._from :])[len(before) :]
 
     def _release(self, new: str, special: str = "", may_stop: bool = True) -> str:

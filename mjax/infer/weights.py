@@ -58,7 +58,9 @@ def take_apart(
     to it.
     """
 
-    def convert(spec: ParamSpec, given: jax.Array | list[jax.Array]) -> Parameter:
+    def convert(spec: ParamSpec, given: Parameter | list[jax.Array]) -> Parameter:
+        if isinstance(given[0] if isinstance(given, list) else given, Channels8):
+            return given  # as `converted_apart` makes them
         layer, wanted = _layer_spec(spec), spec.dtype(dtype)
         rounding = form if form is not None and form.takes(spec) else None
         is_stack = spec.is_stacked and not isinstance(given, list)
@@ -167,8 +169,8 @@ def require_weights(specs: dict, params: dict, dtype: jnp.dtype) -> None:
 
 
 def memory_of(params: dict) -> dict[str, int]:
-    """Figures of a device that has parameters, by name; empty where it does not say its memory."""
-    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    """Figures of a device here that has parameters; empty where it does not say its memory."""
+    device = next(iter(jax.tree.leaves(params)[0].sharding.addressable_devices))
     stats = device.memory_stats() or {}
     return stats if "bytes_limit" in stats else {}
 

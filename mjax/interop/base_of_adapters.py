@@ -50,8 +50,8 @@ def read_nf4(found: Fit, before: Arrays, wanted: dict, specs: dict, cfg: Config)
             read |= _read_one(found, path, places, specs, cfg)
         elif path not in before:
             raise UserError(
-                f"lora.base=nf4: the weights to start from do not have {'.'.join(path)} whole, and "
-                "drawn weights are not rounded to 4 bits here; use lora.base=compute"
+                f"lora.base=nf4: {found.source.name} do not have {'.'.join(path)} whole, and drawn "
+                "weights are not rounded to 4 bits here; use lora.base=compute"
             )
     return read
 

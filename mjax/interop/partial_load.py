@@ -108,8 +108,8 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         keys |= {key for key in leaf_keys(ModelConfig) if key.startswith(_TOWERS)}
     if cfg.num_nextn_predict_layers < source.cfg.num_nextn_predict_layers:
         keys |= {"num_nextn_predict_layers"}
-    require_same_model(cfg, source.cfg, may_differ=keys | (_POSITION_KEYS if source.has else set()))
-    _require_same_kinds(cfg, source.cfg, changes)
+    require_same_model(cfg, source, may_differ=keys | (_POSITION_KEYS if source.has else set()))
+    _require_same_kinds(cfg, source, changes)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
     left_out = {path[0] for path in given if path not in wanted and path[0].startswith("mtp_")}
@@ -133,8 +133,8 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     missing = [path for path in wanted if path not in given]
     if missing:
         raise UserError(
-            f"the weights to start from have no parameter {'.'.join(missing[0])}, which this run's "
-            "model has; choose layers of kinds that they have"
+            f"{source.name} have no parameter {'.'.join(missing[0])}, which this run's model has; "
+            "choose layers of kinds that they have"
         )
 
     if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
@@ -155,26 +155,26 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     return Fit(fitting, shared, given, wanted, made, tuple(sorted(left_out)))
 
 
-def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig, changes: Sequence[str]) -> None:
+def _require_same_kinds(cfg: ModelConfig, source: Source, changes: Sequence[str]) -> None:
     """Raise `UserError` unless the layers that both models have are of the same kinds.
 
     If towers may differ, only layers of the text are compared.
     """
-    kinds = [cfg.layer_kinds, of_weights.layer_kinds]
+    kinds = [cfg.layer_kinds, source.cfg.layer_kinds]
     if "towers" in changes:
         kinds = [[kind for kind in each if not modality_of(kind)] for each in kinds]
         ours, theirs = map(len, kinds)
         if ours != theirs and "num_hidden_layers" not in changes:
             raise UserError(
-                f"the weights to start from have {theirs} layers of a text, but this run's "
+                f"{source.name} have {theirs} layers of a text, but this run's "
                 f"model.layer_pattern has {ours}; make them agree"
             )
     pairs = zip(*kinds, strict=False)
     for number, (ours, theirs) in enumerate(pairs):
         if ours != theirs:
             raise UserError(
-                f"layer {number} of the weights to start from is {theirs!r}, but that of this "
-                f"run's model.layer_pattern is {ours!r}; layers may only be added after the last"
+                f"layer {number} of {source.name} is {theirs!r}, but that of this run's "
+                f"model.layer_pattern is {ours!r}; layers may only be added after the last"
             )
 
 

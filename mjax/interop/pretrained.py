@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint.base.companion_files import tokenizer_dir
@@ -34,6 +35,11 @@ class Pretrained:
     params: dict
     mesh: Mesh | None
     tokenizer_dir: Path | None
+
+    def __repr__(self) -> str:
+        """A line: all weights would fill pages of a notebook."""
+        layers, count = self.cfg.num_hidden_layers, sum(map(jnp.size, jax.tree.leaves(self.params)))
+        return f"Pretrained({self.cfg.model_type}, {layers} layers, {count:,} parameters)"
 
     @property
     def model(self) -> Decoder:
@@ -94,6 +100,13 @@ def from_pretrained(
     source = source_of(path, text=text)
     source.check()
     definition = definition_of(source.cfg)
+    abstract = placed_params(definition, dtype, mesh, apart)
+    params = arrays(layers_source(source) if apart else source, abstract)
+    return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
+
+
+def placed_params(definition: Definition, dtype: str, mesh: Mesh | None, apart: bool) -> dict:
+    """`abstract_params` on the first device or over a mesh, stacks as lists of layers if apart."""
     if mesh is None:
         one = SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: one, definition.specs, is_leaf=is_spec)
@@ -102,10 +115,8 @@ def from_pretrained(
         shardings = jax.tree.map(on_mesh, definition.specs, is_leaf=is_spec)
     abstract = abstract_params(definition, dtype, shardings)
     if apart:
-        source = layers_source(source)
         abstract = jax.tree.map(_layers_apart, definition.specs, abstract, is_leaf=is_spec)
-    params = arrays(source, abstract)
-    return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
+    return abstract
 
 
 def abstract_params(definition: Definition, dtype: str, shardings: dict) -> dict:

@@ -4,14 +4,17 @@ A run with adapters and a folder of PEFT hold adapters alone. Their weights are 
 which they name, with the adapters merged.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_config, read_weights
+from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+from mjax.files import CONFIG_FILES
 from mjax.interop.adapted_source import adapted_source, base_of_run, has_adapters, named_base
 from mjax.interop.coded.scaled import open_weights
 from mjax.interop.huggingface.families.engine import config_of_folder, slots
@@ -31,7 +34,12 @@ def source_of(path: str | Path, wanted: ModelConfig | None = None, text: bool = 
     fill. Towers and prediction layers that it lacks are kept aside for an export. `text`: towers
     are not wanted. Raises `UserError` if it is none we know.
     """
-    path = folder_with_weights(path)
+    found = _source_in(folder_with_weights(path), wanted, text)
+    return replace(found, name=f"the weights in {path}")
+
+
+def _source_in(path: Path, wanted: ModelConfig | None, text: bool) -> Source:
+    """The weights in a folder, as `source_of` gives them."""
     if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
         base = source_of(named_base(path, read_adapter_config(path).base), wanted, text)
         return adapted_source(path, base)
@@ -59,6 +67,8 @@ def source_of(path: str | Path, wanted: ModelConfig | None = None, text: bool = 
 
         return megatron_source(path)
     step = newest_step(path)
+    if path.suffix in CONFIG_FILES and path.is_file():
+        raise UserError(f"{path}: a config file has no weights; --load-format dummy draws some")
     if step is None:
         raise UserError(
             f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
@@ -68,6 +78,16 @@ def source_of(path: str | Path, wanted: ModelConfig | None = None, text: bool = 
         base = source_of(named_base(step, base_of_run(step)), read_config(step))
         return adapted_source(step, base)
     return read_weights(step)
+
+
+def config_in(path: str | Path) -> ModelConfig:
+    """The config of the model in `path`, whose weights may be missing, or of a config file."""
+    folder = model_folder(path)
+    if folder.suffix in CONFIG_FILES and folder.is_file():
+        return load(folder).model
+    if (folder / "config.json").is_file():
+        return config_of_folder(read_json(folder / "config.json"))
+    return source_of(path).cfg
 
 
 def folder_with_weights(path: str | Path) -> Path:

@@ -16,17 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import stack_of, stacks_of
+from mjax.config.schema.architecture import require_inputs
 from mjax.config.schema.model import ModelConfig
 from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, scaled, tokens_of
 from mjax.models.base.dropout import dropout
-from mjax.models.base.inputs import require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
 from mjax.models.block import Block
-from mjax.models.embedding_noise import noisy
 from mjax.models.heads.vocabulary import VocabularyHead
 from mjax.models.runtime.execution import Execution, plain_layers
 from mjax.models.runtime.run import Caches, LayerInputs, Layers, LayersOutput
@@ -130,7 +129,10 @@ class Decoder(VocabularyHead, nnx.Module):
         """`hidden` of the first layer's input."""
         last: Any
         last, statistics, caches = self.layers(x, info, ctx, caches)
-        x = ctx.parallel.gather_seq(self.normed(decoder_of(last)))
+        last = decoder_of(last)
+        blocks = ctx.kernels.blocks
+        normed = self.normed(last) if blocks is None else blocks.each(self.normed, last)
+        x = ctx.parallel.gather_seq(normed)
         return x, statistics, caches
 
     def layers(
@@ -192,7 +194,8 @@ class Decoder(VocabularyHead, nnx.Module):
         x = look_up(embedding, row % rows)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
-        x = noisy(x, info, ctx)
+        if ctx.training.noise is not None:
+            x = ctx.training.noise(x, info, ctx)
         return scaled(x, self.cfg.embedding_multiplier)
 
     def rope(self, info: Tokens, ctx: Context) -> Rope:

@@ -3,6 +3,8 @@
 As dropout it is a function of a token's place, so it is equal on every mesh.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -12,22 +14,29 @@ from mjax.models.base.dropout import drawn_for_tokens
 _SALT = 3 << 24  # tells its draws from those of dropout
 
 
-def noisy(x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
-    """Embeddings [B, S/tp, D] with NEFTune's noise, uniform within alpha / sqrt(L * D).
+@dataclass(frozen=True)
+class EmbeddingNoise:
+    """NEFTune's noise of strength alpha (`train.neftune_alpha`)."""
 
-    L is the number of tokens of a token's document, so that packing changes no scale.
-    """
-    alpha = ctx.training.neftune_alpha
-    if alpha == 0 or not ctx.training.dropout:
-        return x
+    alpha: float
 
-    def draw(key: jax.Array) -> jax.Array:
-        return jax.random.uniform(key, x.shape[2:], minval=-1, maxval=1)
+    def __call__(self, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
+        """Embeddings x [B, S/tp, D] with noise, uniform within alpha / sqrt(L * D).
 
-    lengths = ctx.parallel.shard_seq(_document_lengths(tokens, ctx))
-    most = alpha / jnp.sqrt(lengths * jnp.float32(x.shape[-1]))
-    noise = most[..., None] * drawn_for_tokens(draw, tokens, ctx, _SALT)
-    return (x + noise).astype(x.dtype)
+        L is the number of tokens of a token's document, so that packing changes no scale.
+        """
+        if not ctx.training.dropout:
+            return x
+
+        def draw(key: jax.Array) -> jax.Array:
+            return jax.random.uniform(key, x.shape[2:], minval=-1, maxval=1)
+
+        lengths = _document_lengths(tokens, ctx)
+        lengths = ctx.parallel.shard_seq(lengths)
+        most = self.alpha / jnp.sqrt(lengths * jnp.float32(x.shape[-1]))
+        noise = drawn_for_tokens(draw, tokens, ctx, _SALT)
+        noise = most[..., None] * noise
+        return (x + noise).astype(x.dtype)
 
 
 def _document_lengths(tokens: Tokens, ctx: Context) -> jax.Array:

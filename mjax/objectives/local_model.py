@@ -23,7 +23,7 @@ from mjax.models.base.streams import (
 )
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
-from mjax.models.runtime.layer_outputs import LAYER_OUTPUTS
+from mjax.models.runtime.layer_outputs import LAYER_OUTPUTS, KeptOutputs, among_all
 from mjax.models.runtime.load import fp8_scales, load_weights
 from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.models.runtime.training_layers import TrainingLayers
@@ -118,12 +118,20 @@ class LocalModel:
 
         `outputs` are the numbers of the layers whose outputs are kept.
         """
-        probe = replace(self.ctx.probe, outputs=outputs)
-        ctx = replace(self.ctx, probe=probe)
-        layers = replace(self.layers, ctx=ctx)
         inputs = self.layer_inputs(weights, tokens)
-        x, statistics, _ = layers.run(weights, x, inputs)
+        x, statistics, _ = self.layers_that_keep(outputs).run(weights, x, inputs)
         return x, statistics, statistics.pop(LAYER_OUTPUTS, None)
+
+    @property
+    def layer_reader(self) -> LayerReader | None:
+        """The objective, if it has a loss of layers' outputs."""
+        objective = self.objective
+        return objective if isinstance(objective, LayerReader) and objective.outputs else None
+
+    def layers_that_keep(self, outputs: tuple[int, ...]) -> Layers:
+        """`layers`, whose statistics have `LAYER_OUTPUTS` of layers of these numbers, if any."""
+        probe = replace(self.ctx.probe, outputs=KeptOutputs(outputs) if outputs else None)
+        return replace(self.layers, ctx=replace(self.ctx, probe=probe))
 
     def fields_of_all_rows(self, batch: Batch) -> Batch:
         """The fields that are not of rows, which each micro-batch takes whole."""
@@ -152,8 +160,9 @@ class LocalModel:
     ) -> tuple[Scalars, Scalars]:
         """(sums of the losses, equal on all tp devices; this device's shares of statistics).
 
-        x is the last layer's output, `outputs` are those that a `LayerReader` asked for. The
-        statistics are those that the objective adds to the layers', zeros for the others.
+        x is the last layer's output, `outputs` are those that a `LayerReader` asked for. None: the
+        stages of a pipeline add the losses of them. The statistics are those that the objective
+        adds to the layers', zeros for the others.
         """
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
         ctx = self.ctx.in_training(head_remat=self.execution.layers[-1].remat)
@@ -162,6 +171,8 @@ class LocalModel:
         if outputs is not None:
             own = weights.get(OWN_WEIGHTS, {})
             found |= self.objective.layer_losses(outputs, own, micro_batch, ctx)
+        elif self.layer_reader is not None:
+            found |= dict.fromkeys(self.layer_reader.layer_names, jnp.float32(0))
         # of layers of multi-token prediction
         loads = found.pop(EXPERT_LOADS, 0.0) if isinstance(found, dict) else 0.0
         counts = jax.eval_shape(self.objective.counts, micro_batch)
@@ -175,6 +186,15 @@ class LocalModel:
         zero = jnp.float32(0)
         return losses, {name: found.get(name, zero) for name in self.definition.statistics}
 
+    def losses_of_stage(
+        self, kept: jax.Array, own: jax.Array, weights: dict, micro_batch: Batch
+    ) -> Scalars:
+        """The losses of outputs [M, B, S/tp, D] of a stage's layers, by `own_outputs`."""
+        reader = self.layer_reader
+        assert reader is not None, "nothing is kept"
+        outputs, counted = among_all(kept, own, len(reader.outputs))
+        return reader.layer_losses(outputs, weights, micro_batch, self.ctx, counted)
+
     def losses(
         self, weights: dict, micro_batch: Batch, key: jax.Array | None
     ) -> tuple[Scalars, Scalars]:
@@ -184,7 +204,7 @@ class LocalModel:
         """
         tokens = self.tokens(micro_batch, key)
         x = self.embed(weights, micro_batch, tokens)
-        outputs = self.objective.outputs if isinstance(self.objective, LayerReader) else ()
+        outputs = () if self.layer_reader is None else self.layer_reader.outputs
         x, statistics, kept = self.run_layers(weights, x, tokens, outputs)
         losses, of_head = self.head_losses(weights, x, micro_batch, key, kept)
         for name, share in of_head.items():
@@ -198,6 +218,7 @@ class LocalModel:
             label_smoothing=0.0,
             z_loss=0.0,
             rounds_dispatch=execution.rounds_dispatch,
+            rounds_attention=execution.rounds_attention,
         )
         definition = replace(self.definition, statistics={})
         objective = self.objective

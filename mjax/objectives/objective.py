@@ -9,7 +9,7 @@ the global batch. So it depends neither on the mesh nor on the number of micro-b
 import functools
 import pkgutil
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -133,16 +133,26 @@ class LayerReader(Protocol):
     """An objective with a loss of the outputs of some layers, and perhaps weights of its own.
 
     outputs: the numbers of those layers; () if it has no such loss.
+    layer_names: the names of those losses.
     specs: declarations of its weights by name. They are trained and saved, and never exported.
     """
 
     outputs: tuple[int, ...]
+    layer_names: tuple[str, ...]
     specs: Mapping[str, ParamSpec]
 
     def layer_losses(
-        self, outputs: jax.Array, weights: Mapping[str, jax.Array], batch: Batch, ctx: Context
+        self,
+        outputs: jax.Array,
+        weights: Mapping[str, jax.Array],
+        batch: Batch,
+        ctx: Context,
+        counted: jax.Array | None = None,
     ) -> Scalars:
-        """Sums of losses as of `losses`; outputs [N, B, S/tp, D] are in their order."""
+        """Sums of losses as of `losses`; outputs [N, B, S/tp, D] are in their order.
+
+        counted: bool [N], those of a stage's layers. Only these count; None: all do.
+        """
 
 
 @runtime_checkable
@@ -154,10 +164,45 @@ class TeacherReader(LayerReader, Protocol):
 
     teacher: ModelConfig
 
-    def share_devices(
-        self, devices: Sequence[jax.Device]
-    ) -> tuple[list[jax.Device], list[jax.Device]]:
-        """(the devices of a run that train, those that the other model has for itself)."""
+
+@runtime_checkable
+class DeviceSharer(Protocol):
+    """An objective with a role, such as a teacher or an engine, that may have its own devices.
+
+    own_devices: (their number, the key that says so); 0 for none. They are the last of a run, as
+    many in each process.
+    """
+
+    own_devices: tuple[int, str]
+
+
+def share_devices(
+    objective: Objective, devices: Sequence[jax.Device]
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """(the devices of a run that train, those that a role of the objective has for itself).
+
+    Raises `UserError`, which begins with the key, where none would be left to train or processes
+    would not have as many.
+    """
+    count, key = objective.own_devices if isinstance(objective, DeviceSharer) else (0, "")
+    if not count:
+        return list(devices), []
+    of_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    each, rest = divmod(count, len(of_process))
+    if rest:
+        raise UserError(
+            f"{key}: {count} devices are not as many in each of {len(of_process)} processes; give "
+            f"a multiple of {len(of_process)}"
+        )
+    if each >= min(map(len, of_process.values())):
+        raise UserError(
+            f"{key}: {count} of {len(devices)} devices do not leave one to train and one for it; "
+            "give it fewer, or start more devices"
+        )
+    own = [device for local in of_process.values() for device in local[-each:]]
+    return [device for device in devices if device not in own], own
 
 
 OWN_WEIGHTS = "objective"  # the entry of the parameters that holds the weights of `LayerReader`
@@ -328,10 +373,10 @@ class Denominators:
         total = functools.reduce(jnp.add, shares.values())
         return total if self.loss_scale is None else total * self.loss_scale
 
-    def cotangents_of_statistics(self) -> Scalars:
-        """The derivatives of `differentiated` by the sums of statistics."""
+    def cotangents(self, names: Iterable[str]) -> Scalars:
+        """The derivatives of `differentiated` by the sums of these names."""
         factors = self.factors()
-        found = {name: factors[name] for name in self.of_statistics}
+        found = {name: factors[name] for name in names}
         if self.loss_scale is None:
             return found
         return {name: factor * self.loss_scale for name, factor in found.items()}

@@ -18,10 +18,12 @@ from jax.tree_util import register_dataclass
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.streams import Activation
 from mjax.models.runtime.frozen import WeightParts, Weights, join_frozen, split_frozen
+from mjax.models.runtime.layer_outputs import LAYER_OUTPUTS, own_outputs
 from mjax.models.runtime.run import LayerInputs
 from mjax.models.runtime.vjp import VjpLayout, split_vjp
 from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.local_model import LocalModel
+from mjax.objectives.objective import OWN_WEIGHTS, LayerReader
 from mjax.pipeline.chunk_stacks import stack_groups
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
@@ -46,11 +48,15 @@ class UnitInputs(NamedTuple):
     """Inputs of a unit's layers besides weights and activations; computed again for a backward.
 
     numbers, choices: int32 [slots], see `Layers.run`.
+    outputs: int32 [M], which of the outputs that the objective reads are theirs (`own_outputs`).
+    micro_batch: for the losses of these outputs; {} if there are none.
     """
 
     layer_inputs: LayerInputs
     numbers: jax.Array
     choices: jax.Array
+    outputs: jax.Array
+    micro_batch: Batch
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Device:
 
     weights: local, as `load_weights` gives them; stacks are [v * slots, ...].
     micro_batches: fields [m, ...], equal over pp. whole: fields that each micro-batch takes whole.
-    key: of dropout, or None.
+    key: of dropout, or None. reads_layers: whether stages compute losses of their layers.
     """
 
     model: LocalModel
@@ -69,6 +75,27 @@ class Device:
     micro_batches: Batch
     whole: Batch
     key: jax.Array | None = None
+    reads_layers: bool = True
+
+    @property
+    def layer_reader(self) -> LayerReader | None:
+        """The objective, if stages compute losses of their layers for it."""
+        return self.model.layer_reader if self.reads_layers else None
+
+    @property
+    def read_outputs(self) -> tuple[int, ...]:
+        """The numbers of the layers that the losses are of."""
+        return () if self.layer_reader is None else self.layer_reader.outputs
+
+    @property
+    def layer_losses(self) -> tuple[str, ...]:
+        """The names of these losses."""
+        return () if self.layer_reader is None else self.layer_reader.layer_names
+
+    @property
+    def own_weights(self) -> dict:
+        """The weights that losses of layers have; every stage has all."""
+        return {} if self.layer_reader is None else self.weights.get(OWN_WEIGHTS, {})
 
     @property
     def edge_weights(self) -> dict:
@@ -131,7 +158,9 @@ class Device:
 
         tokens = self.model.tokens(micro_batch, self.key)
         layer_inputs = self.model.layer_inputs(self.weights, tokens)
-        return UnitInputs(layer_inputs, here(np.maximum(layers, 0)), here(choices))
+        outputs = here(own_outputs(layers, self.read_outputs))
+        numbers = here(np.maximum(layers, 0)), here(choices), outputs
+        return UnitInputs(layer_inputs, *numbers, micro_batch if self.read_outputs else {})
 
     def layer_weights(self, chunk_weights: dict) -> dict | list[dict]:
         """A chunk's weights as its layers take them: lists, or stacked again for a loop."""
@@ -167,30 +196,48 @@ class Device:
         return lax.cond(self.is_first(unit), embed, lambda: y)
 
     def apply(
-        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: Activation
+        self,
+        layer_weights: dict | list[dict],
+        inputs: UnitInputs,
+        x: Activation,
+        own: dict | None = None,
     ) -> tuple[Activation, Scalars]:
-        """x through a chunk; also this device's shares of its statistics."""
-        y, statistics, _ = self.model.layers.run(
+        """x through a chunk; also this device's shares of its statistics, and its layers' losses.
+
+        These are sums as `LayerReader.layer_losses` gives them. `own`: in place of `own_weights`.
+        """
+        y, statistics, _ = self.model.layers_that_keep(self.read_outputs).run(
             layer_weights,
             x,
             inputs.layer_inputs,
             numbers=inputs.numbers,
             choices=inputs.choices,
         )
+        if self.read_outputs:
+            kept = jnp.take(statistics.pop(LAYER_OUTPUTS), inputs.outputs, axis=0, mode="clip")
+            # A stash then has these outputs and nothing that is made of them.
+            losses = jax.checkpoint(self.model.losses_of_stage)
+            own = self.own_weights if own is None else own
+            statistics |= losses(kept, inputs.outputs, own, inputs.micro_batch)
         return y, statistics
 
     def linearize(
         self, layer_weights: dict | list[dict], inputs: UnitInputs, x: Activation
     ) -> tuple[tuple[Activation, Scalars], VjpLayout, list[jax.Array]]:
-        """((y, statistics), layout of the vjp, kept residuals) of a chunk."""
+        """((y, statistics and losses), layout of the vjp, kept residuals) of a chunk.
+
+        The vjp gives cotangents of the trained weights of its layers, of `own_weights` and of x.
+        """
 
         trained, frozen = self.split(layer_weights)
 
-        def chunk(trained: dict | list[dict], x: Activation) -> tuple[Activation, Scalars]:
-            return self.apply(join_frozen(trained, frozen), inputs, x)
+        def chunk(
+            trained: dict | list[dict], own: dict, x: Activation
+        ) -> tuple[Activation, Scalars]:
+            return self.apply(join_frozen(trained, frozen), inputs, x, own)
 
-        outputs, vjp = jax.vjp(chunk, trained, x)
-        known = jax.tree.leaves((layer_weights, inputs))
+        outputs, vjp = jax.vjp(chunk, trained, self.own_weights, x)
+        known = jax.tree.leaves((layer_weights, self.own_weights, inputs))
         return outputs, *split_vjp(vjp, known)
 
     # ---- hand-overs and ticks --------------------------------------------------------------------

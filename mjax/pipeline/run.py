@@ -26,7 +26,7 @@ from mjax.models.runtime.store import zero_sums
 from mjax.models.runtime.vjp import VjpLayout, join_vjp
 from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import Denominators
+from mjax.objectives.objective import OWN_WEIGHTS, Denominators
 from mjax.pipeline.chunk_stacks import unstack_groups
 from mjax.pipeline.device import Device, Unit, row_of
 from mjax.pipeline.layout import Layout
@@ -179,10 +179,11 @@ class TrainingTicks:
         held = device.held_weights(unit, carry.backward_weights)
         micro_batch = device.micro_batch(unit.micro)
         inputs = device.unit_inputs(unit, micro_batch)
-        known = jax.tree.leaves((device.layer_weights(held), inputs))
+        known = jax.tree.leaves((device.layer_weights(held), device.own_weights, inputs))
         kept = [row_of(buffer, unit.slot) for buffer in carry.stash]
         vjp = join_vjp(layout, known, kept)
-        cotangents, dx = vjp((carry.dy, self.denominators.cotangents_of_statistics()))
+        names = (*self.denominators.of_statistics, *device.layer_losses)
+        cotangents, of_own, dx = vjp((carry.dy, self.denominators.cotangents(names)))
 
         def embedding(sums: dict) -> dict:
             trained, frozen = device.split(device.edge_weights)
@@ -196,6 +197,9 @@ class TrainingTicks:
 
         edge_sums = {name: carry.sums[name] for name in device.edge_weights}
         edge_sums = lax.cond(device.is_first(unit), embedding, lambda sums: sums, edge_sums)
+        if of_own:
+            of_own = jax.tree.map(lambda g: jnp.where(unit.on == 1, g, 0), of_own)
+            edge_sums[OWN_WEIGHTS] = _add(edge_sums[OWN_WEIGHTS], of_own)
         return replace(
             carry,
             dy=device.hand_over(dx, backward=True),
@@ -281,7 +285,7 @@ def pipeline_losses(
         return model.head_losses(weights, y, micro_batch, None)[0]
 
     given = model, layout, weights, micro_batches, whole
-    return _forward_sums(*given, head, zeros, nothing)
+    return _forward_sums(*given, head, zeros, nothing, reads_layers=True)
 
 
 def pipeline_outputs(
@@ -326,10 +330,15 @@ def _forward_sums(
     head: Callable[[Activation, Batch, jax.Array], Any],
     zeros: Any,
     nothing: Scalars,
+    reads_layers: bool = False,
 ) -> tuple[Any, Scalars]:
-    """(sums of `head` over the micro-batches of a last stage, sums of statistics)."""
+    """(sums of `head` over the micro-batches of a last stage, sums of statistics).
+
+    With `reads_layers` all stages add the losses of their layers.
+    """
     schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
-    device = Device(model, layout, schedule, weights, micro_batches, whole)
+    given = model, layout, schedule, weights, micro_batches, whole
+    device = Device(*given, reads_layers=reads_layers)
 
     def tick(carry: tuple, unit: Unit, _) -> tuple:
         y, sums, statistics, held = carry
@@ -344,6 +353,8 @@ def _forward_sums(
             return head(y, micro_batch, unit.micro)
 
         found = lax.cond(device.is_last(unit), last, lambda: zeros)
+        for name in device.layer_losses:
+            found[name] += seen.pop(name)
         sums, statistics = _add(sums, found), _add(statistics, seen)
         return device.hand_over(y), sums, statistics, None if layout.v == 1 else held
 

@@ -20,7 +20,14 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import NO_TRITON, Device, believed, has_triton
+from mjax.kernels.base.chooser import (
+    NO_TRITON,
+    Device,
+    believed,
+    has_triton,
+    on_blackwell,
+    on_hopper,
+)
 from mjax.plan.chips import Chip, named_chips
 
 MOST_DEVICES = 16_384
@@ -145,8 +152,8 @@ def is_described(devices: Sequence[jax.Device]) -> bool:
 def as_on(chip: Chip) -> Iterator[None]:
     """Choose kernels, trace and compile as if this process's devices were of this chip."""
     capability = chip.details.capability
-    hopper = capability == (9, 0) and jax.__version_info__ >= (0, 11)
-    chosen_for = Device("gpu", hopper=hopper, triton=has_triton())  # kernels must be traced here
+    one = StandIn(0, 0, chip.kind, ".".join(map(str, capability)))
+    chosen_for = Device("gpu", on_hopper(one), has_triton(), on_blackwell(one))  # traced here
     with believed(chosen_for), compiler_told(capability):
         yield
 

@@ -25,14 +25,17 @@ from dataclasses import dataclass, replace
 
 from mjax.config.languages.layer_pattern import stack_index, stack_of
 from mjax.config.languages.remat import offloaded, remat_policies
+from mjax.config.rules.reinforce_rules import trains_in_blocks
 from mjax.config.rules.train_rules import balances_over_batch
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models.base.context import Context, Documents, Kernels, Training
 from mjax.models.base.tensor_parallel_overlap import MIN_ROWS
+from mjax.models.embedding_noise import EmbeddingNoise
 from mjax.models.runtime.execution import Execution, LayerPlan
 from mjax.models.runtime.remat import STASHED
+from mjax.models.runtime.token_blocks import TokenBlocks
 from mjax.models.towers.tower_mesh import tower_handles
 from mjax.objectives.objective import WholeBatch, objective_of
 from mjax.pipeline.layout import layout_of
@@ -102,6 +105,7 @@ def decide_execution(
         # Layers that FP8 skips would need a gather of their own.
         quantize_stored=recipe is not None and not (skips_fp8 and is_cut and gather == "step"),
         rounds_dispatch=cfg.precision.fp8_dispatch,
+        rounds_attention=cfg.precision.fp8_attention,
         weights=None if cfg.precision.weights == "plain" else cfg.precision.weights,
         compute=cfg.precision.compute,
         accumulate=cfg.precision.grad_accum,
@@ -124,6 +128,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         overlap=False,
         recipe=training.recipe if cfg.precision.fp8_evaluation else None,
         rounds_dispatch=training.rounds_dispatch and cfg.precision.fp8_evaluation,
+        rounds_attention=training.rounds_attention and cfg.precision.fp8_evaluation,
         offload=(),
     )
 
@@ -148,12 +153,14 @@ def training_context(
         permute=permute,
         measures_norms=measures_norms,
         overlap_rows=overlap_rows,
+        blocks=TokenBlocks() if trains_in_blocks(cfg) else None,
     )
     training = Training(
         dropout=True,
         capacity=True,
         rounds_dispatch=cfg.precision.fp8_dispatch,
-        neftune_alpha=cfg.train.neftune_alpha,
+        rounds_attention=cfg.precision.fp8_attention,
+        noise=EmbeddingNoise(alpha) if (alpha := cfg.train.neftune_alpha) else None,
         label_smoothing=cfg.train.label_smoothing,
         z_loss=cfg.train.z_loss,
         loss_chunk=cfg.train.loss_chunk,

@@ -11,6 +11,7 @@ from mjax.models.attention.calls import attention_call
 from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, KernelChoices, Workload, branch_class
 from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
+from mjax.models.base.stream_of_layer import documents_of_items
 from mjax.objectives.objective import PaddedRows, objective_of
 from mjax.plan.activations import stream_shapes
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
@@ -23,7 +24,26 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
     for op, choice in kernel_choices(cfg, sizes).items():
         heading = "" if lines else "kernels"
         lines.append(f"{heading:<11} {op}: {choice.name}, because {choice.why}")
-    return lines
+    return lines + document_lines(cfg, sizes)
+
+
+def document_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
+    """A line for each attention that gets another kernel where rows have many documents, or images.
+
+    The plan does not look at the data. A run compiles for powers of two (`bound_of_documents`).
+    """
+    found = []
+    for word, few in attention_by_word(cfg, sizes, 2).items():
+        bound, other = 2, few
+        while other.name == few.name and bound < cfg.data.seq_length:
+            bound *= 2
+            other = attention_by_word(cfg, sizes, bound)[word]
+        if other.name != few.name:
+            items = "images" if BRANCHES[word].modality else "documents"
+            rows = f"attention ({word}) of rows with more than {bound // 2} {items}"
+            why = f"{other.why}; no estimate counts what fewer take"
+            found.append(f"            {rows}: {other.name}, because {why}")
+    return found
 
 
 def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
@@ -41,6 +61,7 @@ def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
         shared_prefixes=cfg.data.shared_prefixes,
+        rounds_dispatch=cfg.precision.fp8_dispatch,
     )
 
 
@@ -78,15 +99,15 @@ def _sizes_of(model: ModelConfig, word: str) -> ModelConfig:
     return model.of_modality(modality) if modality else model
 
 
-def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
-    """The choice for each branch that is attention."""
+def attention_by_word(cfg: Config, sizes: dict[str, int], documents: int = 0) -> dict[str, Choice]:
+    """The choice for each branch that is attention, by a bound on documents; 0: it is unknown."""
     model = cfg.model
     streams = {}
     for kind in model.layer_kinds:
         for word in branches_of(kind):
             streams[word] = stream_of(kind)
-    most = 0 if cfg.data.document_mask else 1
-    whole = training_context(cfg, parallel_of_run(cfg, sizes), Documents(most))
+    most = documents if cfg.data.document_mask else 1
+    whole = training_context(cfg, parallel_of_run(cfg, sizes), Documents(most, images=most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
     rows_hold_one = isinstance(objective_of(cfg), PaddedRows) or texts_hold_one  # and then padding
@@ -98,7 +119,9 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         if heads is None:
             continue
         ctx = whole.of(stream)
-        if rows_hold_one or stream != DECODER:
+        if stream != DECODER:
+            ctx = replace(ctx, documents=documents_of_items(stream, ctx, model))
+        elif rows_hold_one:
             ctx = replace(ctx, documents=PADDED_ROWS)
         tokens = tokens_of((1, 1))
         if cfg.data.shared_prefixes:
@@ -112,7 +135,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
             "by_blocks": ctx.parallel.cp > 1,
         }
         shape = *shapes.get(stream, shapes[DECODER]), heads.heads // ctx.parallel.tp, heads.size
-        choices[word] = choose("attention", cfg.precision.compute, shape, **facts)
+        choices[word] = choose(call.op, cfg.precision.compute, shape, **facts)
     return choices
 
 
@@ -137,5 +160,6 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
     recipe = execution.recipe
     if recipe is not None:
-        choices["quantize"] = recipe.gradient_kernel(dtype, (tokens, up[-1]))
+        op = "quantize" if recipe.scales_tensors else "scaled blocks"
+        choices[op] = recipe.gradient_kernel(dtype, (tokens, up[-1]))
     return choices

@@ -25,7 +25,7 @@ from mjax.config.schema.run import Config
 from mjax.kernels.base.chooser import Device, believed
 from mjax.models.base.branch import KernelChoices, branch_class, model_heads
 from mjax.models.flops import branch_flops, flops_of_run, predicted_share, run_flops_by_part
-from mjax.models.moe.exchange import DISPATCHED, group_size, rows_per_peer
+from mjax.models.moe.exchange import bytes_of_token, group_size, rows_per_peer
 from mjax.models.moe.layer import experts_run, runs_all_experts
 from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import layout_of
@@ -369,10 +369,9 @@ def _exchanges(
         yield part("keys and values over cp", ("cp",), moved, True)
     group = _expert_group(cfg, sizes)
     if group > 1 and cfg.model.has_role("experts"):
-        exchanges = 4.0
-        if cfg.precision.fp8_dispatch:  # one of them in bytes, with one more for each block
-            exchanges = 3 + (1 + 1 / DISPATCHED.side) / compute
-        moved = exchanges * (group - 1) * activations * crossed * _share_sent(cfg, sizes)
+        given = cfg.model.expert_width, cfg.precision.compute
+        sent = bytes_of_token(*given, cfg.precision.fp8_dispatch) / bytes_of_token(*given, False)
+        moved = 4 * sent * (group - 1) * activations * crossed * _share_sent(cfg, sizes)
         over = parallel_of_run(cfg, sizes).expert_axes.over
         yield part("tokens of experts", over, moved, False)
     if others["pp"]:

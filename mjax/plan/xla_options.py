@@ -51,11 +51,9 @@ UNMERGED = (("xla_gpu_dot_merger_threshold_mb", 0),)
 # No atomic sums (scatters are sorted first), cuDNN's deterministic backward of attention, and no
 # kernel chosen by a measurement. Without measurements XLA's own matmul kernels have no tile size.
 # Command buffers are off out of caution (docs/train/debugging.md); their cost was not measured.
-DETERMINISTIC = (
-    ("xla_gpu_deterministic_ops", True),
-    ("xla_gpu_enable_command_buffer", ""),
-    *CUBLAS,
-)
+# Programs that draw keep them: only within a CUDA graph does the device take branches by itself.
+ORDERED = (("xla_gpu_deterministic_ops", True), *CUBLAS)
+DETERMINISTIC = (*ORDERED, ("xla_gpu_enable_command_buffer", ""))
 
 
 def compiler_options(
@@ -75,11 +73,8 @@ def compiler_options(
     """
     if devices[0].platform == "cpu":
         return {}
-    if deterministic and not accepted(DETERMINISTIC, devices[0]):
-        names = " and ".join(name for name, _ in DETERMINISTIC)
-        raise UserError(
-            f"run.deterministic: this jaxlib lacks {names}; use another or set it false"
-        )
+    if deterministic:
+        _require_deterministic("run.deterministic", devices[0])
     zero3 = execution.gather == "layer" and not execution.overlap
     loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {
@@ -95,14 +90,31 @@ def compiler_options(
     return {name: value for options in good for name, value in options}
 
 
-def serving_options(tokens: int, in_8_bits: bool, device: jax.Device) -> dict[str, str | bool]:
-    """The XLA options of an engine's layers for so many tokens; `in_8_bits`: their weights.
+def serving_options(
+    tokens: int, in_8_bits: bool, device: jax.Device, invariant: bool = False
+) -> dict[str, str | bool]:
+    """The XLA options of an engine's programs for so many tokens, 0 for those that draw.
 
+    `in_8_bits`: whether the weights of layers are.
+    `invariant`: its bits are those of a trainer, so no kernel is chosen by a measurement in either.
     XLA's own kernels read weights for few tokens faster than cuBLAS: Llama-3-8B takes 4.5 ms a
     token with them and 6.8 without. For many tokens they win nothing and are slow to try.
+    Raises `UserError` where the compiler does not know how to be invariant.
     """
+    if device.platform == "cpu":
+        return {}
+    if invariant:
+        _require_deterministic("batch_invariant", device)
+        return dict(DETERMINISTIC if tokens else ORDERED)
     few = CHANNELS_ROWS if in_8_bits else MOST_FEW_TOKENS
-    return {} if device.platform == "cpu" or tokens <= few else dict(CUBLAS)
+    return dict(CUBLAS) if tokens > few and accepted(CUBLAS, device) else {}
+
+
+def _require_deterministic(key: str, device: jax.Device) -> None:
+    """Raise `UserError` where the compiler knows no options for what `key` asks."""
+    if not accepted(DETERMINISTIC, device):
+        names = " and ".join(name for name, _ in DETERMINISTIC)
+        raise UserError(f"{key}: this jaxlib lacks {names}; use another or set it false")
 
 
 def fix_reduction_order() -> None:

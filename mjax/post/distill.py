@@ -5,20 +5,16 @@ It is `mjax train` with the objective `distill` and other defaults. The teacher 
 """
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.config.languages.paths import as_path
 from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.run import Config
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.post.reinforce import answers_of_update, require_rollouts
 from mjax.post.sft import sft_defaults
 from mjax.run.command import train_command
-
-if TYPE_CHECKING:  # they import jax
-    from mjax.run.batches import RunBatches
-    from mjax.train.trainer import Trainer
 
 DISTILL_RATE = 1e-4
 DISTILL_DEFAULTS = f"""
@@ -33,24 +29,18 @@ docs/train/distillation.md has the loss; mjax prune makes a student of a teacher
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=program("post.distill"),
+    parser = CommandParser(
+        "post.distill",
         description="Train a student on the distributions of a teacher.",
         epilog=DISTILL_DEFAULTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "write the teacher's likeliest tokens of all samples for distill.stored, and exit"
     parser.add_argument("--write", type=as_path, metavar="FOLDER", help=about)
     about = "with --write: tokens of each place (default: 64)"
     parser.add_argument("--top", type=int, default=64, metavar="K", help=about)
     first = _before_distilling
-    return train_command(parser, defaults=distill_defaults, first=first, batch_source=_with_teacher)
-
-
-def _with_teacher(trainer: "Trainer", record: dict) -> "RunBatches":
-    from mjax.post.teacher import distillation_batches  # imports jax
-
-    return distillation_batches(trainer, record)
+    batches = "mjax.post.teacher:distillation_batches"
+    return train_command(parser, defaults=distill_defaults, first=first, batch_source=batches)
 
 
 def distill_defaults(tree: dict) -> dict:
@@ -97,10 +87,19 @@ def _before_distilling(cfg: Config, args: argparse.Namespace) -> int | None:
         return None
     if draws_answers(cfg):
         raise UserError("--write: answers that are yet to be drawn cannot be rated; leave it out")
-    from mjax.post.teacher import write_teacher  # imports jax
+    import jax
 
-    count = write_teacher(cfg, args.write, args.top)
-    print(f"{args.write}: the {args.top} likeliest tokens of {count} samples")
+    from mjax.post.teacher import write_teacher
+    from mjax.run.faults.watchdog import naming_lost_processes
+    from mjax.sharding.mesh import start_processes
+    from mjax.sharding.processes.agreement import ends_with_others
+
+    start_processes(args.coordinator, args.num_processes, args.process_id)
+    with naming_lost_processes(), ends_with_others():
+        count = write_teacher(cfg, args.write, args.top)
+        first = jax.process_index() == 0
+    if first:
+        print(f"{args.write}: the {args.top} likeliest tokens of {count} samples")
     return 0
 
 

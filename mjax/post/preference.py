@@ -5,17 +5,12 @@ It is `mjax train` with the objective `preference` and other defaults. The refer
 """
 
 import argparse
-from typing import TYPE_CHECKING
 
 from mjax.config.schema.run import Config
 from mjax.data.preview import print_rows
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.post.sft import sft_defaults
 from mjax.run.command import train_command
-
-if TYPE_CHECKING:  # they import jax
-    from mjax.run.batches import RunBatches
-    from mjax.train.trainer import Trainer
 
 PREFERENCE_RATE = 1e-6
 EPILOG = f"""
@@ -28,11 +23,10 @@ docs/train/preferences.md has the losses, the data and the figures.
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=program("post.preference"),
+    parser = CommandParser(
+        "post.preference",
         description="Train on preferences: pairs of answers, or answers that are good or bad.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print so many rows as the run reads them, with the loss made visible, and exit"
     parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
@@ -40,14 +34,8 @@ def main() -> int:
         parser,
         defaults=preference_defaults,
         first=before_training,
-        batch_source=_batches,
+        batch_source="mjax.post.preference_batches:preference_batches",
     )
-
-
-def _batches(trainer: "Trainer", record: dict) -> "RunBatches":
-    from mjax.post.preference_batches import preference_batches  # imports jax
-
-    return preference_batches(trainer, record)
 
 
 def preference_defaults(tree: dict) -> dict:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from mjax.interop.sources import source_of
 from mjax.objectives.fields import Batch
 from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
 from mjax.post.base.roles import Role, RoleFields, reference_of
@@ -18,8 +19,10 @@ def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
 
     The reference gives "ref_log_probs", from files or for each batch, and the policy "kl" after it.
     """
-    batches, fields = from_config(trainer, record), []
     objective, settings = trainer.objective, trainer.cfg.preference
+    if isinstance(objective, Preference) and settings.needs_reference and settings.reference:
+        trainer.checkpoints.fitted(source_of(settings.reference))  # refused before data is written
+    batches, fields = from_config(trainer, record), []
     if not isinstance(objective, Preference):  # one of the user's own
         return batches
     if settings.needs_reference:

@@ -28,7 +28,7 @@ from mjax.config.languages.paths import as_path, path_text
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import load_tokenizer
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.infer.trace import trace
 from mjax.infer.weights import usual_dtype
 from mjax.interop.pretrained import Pretrained, from_pretrained
@@ -50,7 +50,7 @@ class Importance(NamedTuple):
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog=program("post.prune"), description="Prune a model.")
+    parser = CommandParser("post.prune", description="Prune a model.")
     about = "a run, a checkpoint, RUN@best, a Hugging Face folder, org/name of the hub"
     parser.add_argument("ckpt", type=path_text, metavar="CKPT", help=about)
     parser.add_argument("out", type=as_path, metavar="OUT", help="folder to make: a checkpoint")

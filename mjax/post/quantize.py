@@ -17,7 +17,7 @@ from mjax.checkpoint.base.new_folder import require_new
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import load_tokenizer
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.evaluate.__main__ import perplexity
 from mjax.infer.checks import require_decoder
 from mjax.infer.trace import trace
@@ -83,7 +83,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     """The options. Raises `UserError` for those that do not go together."""
-    parser = argparse.ArgumentParser(prog=program("post.quantize"), description="Quantize a model.")
+    parser = CommandParser("post.quantize", description="Quantize a model.")
     about = "a run, a checkpoint, RUN@best, a Hugging Face folder, org/name of the hub"
     parser.add_argument("ckpt", type=path_text, metavar="CKPT", help=about)
     parser.add_argument("out", type=as_path, metavar="OUT", help="Hugging Face folder to make")

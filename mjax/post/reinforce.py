@@ -5,20 +5,13 @@ them: an engine with the trainer's weights answers the prompts of an environment
 """
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.config.schema.run import Config
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.post.preference import answer_defaults
 from mjax.run.command import train_command
-
-if TYPE_CHECKING:  # they import jax
-    import jax
-
-    from mjax.run.batches import RunBatches
-    from mjax.train.trainer import Trainer
 
 POLICY_RATE = 1e-6
 REINFORCE_DEFAULTS = f"""
@@ -32,31 +25,17 @@ docs/train/reinforcement.md has the loop, the environments and the figures.
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=program("post.reinforce"),
+    parser = CommandParser(
+        "post.reinforce",
         description="Train a policy on the rewards of its own answers.",
         epilog=REINFORCE_DEFAULTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return train_command(
         parser,
         defaults=reinforce_defaults,
         first=require_policy,
-        batch_source=_rollouts,
-        devices_of=_training_devices,
+        batch_source="mjax.post.reinforce_batches:reinforce_batches",
     )
-
-
-def _rollouts(trainer: "Trainer", record: dict) -> "RunBatches":
-    from mjax.post.reinforce_batches import reinforce_batches  # imports jax
-
-    return reinforce_batches(trainer, record)
-
-
-def _training_devices(cfg: Config, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
-    from mjax.post.rollouts.engine_place import training_devices  # imports jax
-
-    return training_devices(cfg, devices)
 
 
 def reinforce_defaults(tree: dict) -> dict:

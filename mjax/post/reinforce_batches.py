@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from mjax.config.schema.reinforce import ReinforceConfig
+from mjax.config.schema.run import Config
 from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
-from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
 from mjax.objectives.fields import HostBatch
-from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import Role, reference_of, values_in_order
+from mjax.post.base.role_programs import kind_of_tokens, placed_log_probs
+from mjax.post.base.roles import Role, reference_of, rows_of_process, values_in_order
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
 from mjax.post.policy.critic import Critic, critic_of
@@ -58,8 +57,6 @@ class World:
     trainer: Trainer
 
     def __post_init__(self) -> None:
-        if jax.process_count() > 1:
-            raise UserError("answers are drawn in one process; start it without a launcher")
         require_vocabulary(self.tokenizer.vocab_size, self.trainer.cfg.model)
         _ = self.params  # checks its fields
 
@@ -84,10 +81,7 @@ class World:
     @cached_property
     def room(self) -> int:
         """The tokens of a transcript at most: one more than the places of a row."""
-        model, room = self.trainer.cfg.model, self.trainer.cfg.data.seq_length + 1
-        if model.position_embedding == "relative":
-            return room
-        return min(room, model.max_position_embeddings)
+        return _room_of(self.trainer.cfg)
 
     @cached_property
     def policy(self) -> PolicyEngine:
@@ -153,27 +147,46 @@ class World:
         read.
         """
         trainer, settings, roles = self.trainer, self.trainer.cfg.reinforce, {}
-        temperature = self.params.temperature
+        log_probs = partial(kind_of_tokens, placed_log_probs, temperature=self.params.temperature)
         in_reward = settings.kl_coef > 0 and settings.kl_in_reward
         if settings.updates_per_rollout > 1 or settings.correction != "none" or in_reward:
-            policy = Role("policy", trainer, frozen=False)
-            roles["old_log_probs"] = policy, log_probs_kind(True, temperature)
+            roles["old_log_probs"] = Role("policy", trainer, frozen=False), log_probs()
         if settings.kl_coef > 0:
             reference = reference_of(trainer, settings.reference)
-            kind = log_probs_kind(reference.held is not None, temperature)
-            roles["ref_log_probs"] = reference, kind
+            roles["ref_log_probs"] = reference, log_probs(with_adapters=reference.held is not None)
 
         def score(batch: HostBatch) -> dict[str, np.ndarray]:
             found = {} if critic is None else {"values": critic.values(batch)}
             if not roles:
                 return found
             blank = dict.fromkeys(roles, np.zeros(batch["tokens"].shape, np.float32))
-            placed = trainer.place(batch | blank)
+            placed = trainer.place(rows_of_process(trainer, batch | blank))
             for name, (role, kind) in roles.items():
                 found[name] = values_in_order(placed, role.compute(kind, placed))
             return found
 
         return score
+
+
+def _room_of(cfg: Config) -> int:
+    model, room = cfg.model, cfg.data.seq_length + 1
+    if model.position_embedding == "relative":
+        return room
+    return min(room, model.max_position_embeddings)
+
+
+def engine_line(trainer: Trainer) -> str:
+    """A line of a plan on the engine's memory; it raises `UserError` for what does not fit."""
+    settings = trainer.cfg.reinforce
+    engine = PolicyEngine(trainer, None, (), _room_of(trainer.cfg), answers_at_once(settings))
+    weights, caches = (size / 1e9 for size in engine.bytes_per_device())
+    count, where = engine.place.mesh.size, "which the trainer has too"
+    if engine.place.is_apart:
+        where = "its own"
+    return (
+        f"engine      weights {weights:.3f}, caches {caches:.3f} GB on each of {count} devices, "
+        f"{where}; what its programs need beside them is not counted"
+    )
 
 
 def answers_at_once(settings: ReinforceConfig) -> int:

@@ -4,9 +4,7 @@ It is `mjax train` with the objective `reward` and other defaults. A causal lang
 head of one score in place of its vocabulary's (`model.num_labels`).
 """
 
-import argparse
-
-from mjax.errors import program, run_cli
+from mjax.errors import CommandParser, run_cli
 from mjax.post.preference import answer_defaults, before_training
 from mjax.run.command import train_command
 
@@ -24,11 +22,10 @@ docs/train/preferences.md has the losses, the data and the figures.
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=program("post.reward"),
+    parser = CommandParser(
+        "post.reward",
         description="Train a reward model on pairs of answers, or on steps of answers.",
         epilog=NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print so many rows as the run reads them, with the loss made visible, and exit"
     parser.add_argument("--preview", type=int, metavar="ROWS", help=about)

@@ -13,7 +13,7 @@ from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.config.schema.run import Config
 from mjax.data.preview import print_rows
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.run.command import train_command
 from mjax.run.monitor.log_writer import warn
 
@@ -23,7 +23,8 @@ WARMUP = 0.03  # of the steps
 EVALUATIONS = 10  # of a run
 ABOUT = f"""
 Keys that are not set have other defaults than in mjax train:
-  model                     that of the weights in checkpoint.init_from
+  model                     that of the weights in checkpoint.init_from, which keys of model
+                            change; with model.hidden_size it is all given
   data.tokenizer            the tokenizer and chat template beside those weights
   schedule.lr               {LEARNING_RATE:g}, with lora.rank {OF_ADAPTERS} times that
   schedule.warmup_steps     {WARMUP:.0%} of train.steps
@@ -37,11 +38,10 @@ docs/train/fine-tuning.md goes from data to a model that is used.
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=program("post.sft"),
+    parser = CommandParser(
+        "post.sft",
         description="Fine-tune a model on conversations; the loss is on the answers.",
         epilog=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print so many rows as the run reads them, with the loss made visible, and exit"
     parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
@@ -91,7 +91,8 @@ def sft_defaults(tree: dict) -> dict:
 def _of_weights(tree: dict, start: str) -> dict:
     """The model and the tokenizer of the weights that a run starts from."""
     found = {}
-    if _is_set(tree, "data", "tokenizer") and "model" in tree:
+    is_whole = _is_set(tree, "model", "hidden_size")  # else keys of it change that of the weights
+    if _is_set(tree, "data", "tokenizer") and is_whole:
         return found
     if hub_name(start) is None and not run_of(Path(start).expanduser()).exists():
         raise UserError(
@@ -101,7 +102,7 @@ def _of_weights(tree: dict, start: str) -> dict:
     if _given(tree, "data", "tokenizer") is None:
         tokenizer = tokenizer_of(start)
         found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
-    if "model" not in tree:
+    if not is_whole:
         from mjax.interop.sources import source_of  # imports jax
 
         images = _given(tree, "data", "images")

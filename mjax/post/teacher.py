@@ -5,9 +5,9 @@ It lies on the mesh of the student, or on devices of its own (`distill.teacher_m
 the activations are copied, and its head once.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,15 @@ from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import final_step
-from mjax.post.base.copied_fields import columns_of_copy, copied_field
-from mjax.post.base.roles import Role, in_compute_dtype, require_no_pipeline
+from mjax.post.base.device_copies import columns_of_copy, copied_field
+from mjax.post.base.role_programs import kind_of_tokens
+from mjax.post.base.roles import (
+    Role,
+    in_compute_dtype,
+    on_host,
+    require_no_pipeline,
+    rows_of_process,
+)
 from mjax.post.distillation.stored_teacher import (
     IDS,
     LOG_PROBS,
@@ -52,10 +59,16 @@ from mjax.post.distillation.teacher_divergence import (
 from mjax.post.reinforce_batches import World
 from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
 from mjax.run.batches import RunBatches, from_config
-from mjax.sharding.collectives import DATA_AXES
+from mjax.run.out_of_memory import owned_by
+from mjax.sharding.mesh import global_array
+from mjax.sharding.processes.agreement import on_process_0, said_by_all
 from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, split_batch
 from mjax.train.trainer import Trainer
+
+WAYS_OF_TEACHER = (
+    "to mend it, give distill.teacher_mesh more devices or tp; lower train.micro_batch_size"
+)
 
 
 def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
@@ -63,18 +76,21 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
 
     Raises `UserError` for a mesh with pipeline.
     """
-    if draws_answers(trainer.cfg):
-        return _with_answers(trainer, record)
-    batches = from_config(trainer, record)
+    own = None  # what refuses a teacher comes before data is written in the run's folder
     if isinstance(trainer.objective, Distillation):
-        trainer.role_fields = teacher_fields(trainer)
+        own = teacher_trainer(trainer)
+    if draws_answers(trainer.cfg):
+        return _with_answers(trainer, own, record)
+    batches = from_config(trainer, record)
+    if own is not None:
+        trainer.role_fields = teacher_fields(trainer, own)
     elif isinstance(trainer.objective, StoredDistillation):
         store = TeacherStore(Path(trainer.cfg.distill.stored))
         return with_stored_teacher(batches, store)
     return batches
 
 
-def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
+def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBatches:
     """The batches of a run of which the student draws a share, or all."""
     cfg, world = trainer.cfg, World(trainer)
     data = from_config(trainer, record) if data_sources(cfg) else None
@@ -91,7 +107,7 @@ def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
         has_rewards=cfg.data.conversations.path is None,
     )
     stream.go_on(record.get("batches", {}))
-    trainer.role_fields = teacher_fields(trainer)
+    trainer.role_fields = teacher_fields(trainer, own)
     live = {"is_live": True, "figures_at": stream.figures_at, "line_at": stream.line_at}
     if data is None:
         measure = world.held_out_reward if cfg.train.eval_interval else None
@@ -103,24 +119,33 @@ def _with_answers(trainer: Trainer, record: dict) -> RunBatches:
     return replace(data, training=stream, record_at=record_at, **live)
 
 
-def teacher_fields(trainer: Trainer) -> Callable[[Batch, HostBatch], Batch]:
-    """The fields that the teacher of a run computes for each batch; its head is computed once."""
-    teacher, kind = teacher_of(trainer), hidden_states_kind(trainer.objective.pairs.teacher)
+def teacher_fields(
+    trainer: Trainer, own: Trainer | None = None
+) -> Callable[[Batch, HostBatch], Batch]:
+    """The fields that the teacher of a run computes for each batch; its head is computed once.
+
+    `own`: of `teacher_trainer`, if it is there.
+    """
+    teacher = teacher_of(trainer, own)
+    kind = kind_of_tokens(placed_hidden_states, outputs=trainer.objective.pairs.teacher)
     own, shardings = teacher.trainer, trainer.placer.shardings()
     whole = {}
 
     def compute(placed: Batch, given: HostBatch) -> Batch:
         if not trainer.role_devices:
+            own.programs.share_bound(trainer.programs)
             batch = {name: placed[name] for name in own.placer.names}
             whole.update(whole or teacher.compute(HEADS, batch))
             return teacher.compute(kind, batch) | whole
-        batch, found = own.place(given), {}
-        if not whole:
-            for name, table in teacher.compute(HEADS, batch).items():
-                whole[name] = jax.device_put(table, shardings[name])
+        with owned_by(" of the teacher", WAYS_OF_TEACHER):
+            batch, found = own.place(given), {}
+            heads = {} if whole else teacher.compute(HEADS, batch)
+            fields = teacher.compute(kind, batch)
+        for name, table in on_host(heads).items():
+            whole[name] = global_array(table, shardings[name], len(table), 0)
         cps = own.parallel.cp, trainer.parallel.cp
         columns = columns_of_copy(batch["columns"].size, *cps)
-        for name, field in teacher.compute(kind, batch).items():
+        for name, field in fields.items():
             found[name] = copied_field(field, columns, shardings[name], own.mesh)
         return found | whole
 
@@ -138,9 +163,10 @@ def write_teacher(cfg: Config, folder: Path, most: int) -> int:
         raise UserError(f"--top {most}: give 1 to {cfg.model.vocab_size - 1}")
     settings = cfg.distill
     record = {"top": most, "temperature": settings.temperature, "teacher": settings.teacher}
-    store = write_record(folder, record | {"vocab_size": cfg.model.vocab_size})
     teacher, batches = teacher_of(trainer), from_config(trainer, {})
-    kind, written = top_log_probs_kind(most, settings.temperature), 0
+    store = write_record(folder, record | {"vocab_size": cfg.model.vocab_size})
+    kind = kind_of_tokens(placed_top_log_probs, most=most, temperature=settings.temperature)
+    written = 0
     steps = {"train": final_step(cfg), "held_out": cfg.train.eval_steps}
     for part, stream in (("train", batches.training), ("held_out", batches.held_out)):
         if stream is None:
@@ -148,35 +174,63 @@ def write_teacher(cfg: Config, folder: Path, most: int) -> int:
         for number in range(steps[part]):
             first, count = stream.range_of(number)
             written += count
-            if not store.shard(part, first).exists():
+            is_there = store.shard(part, first).exists()
+            if not said_by_all(b"1" if is_there else b"")[0]:
                 (batch,) = stream.batches(number, 1, None)
-                store.write(part, first, batch["tokens"], _top_of(teacher, kind, batch))
+                found = _top_of(teacher, kind, batch)
+                on_process_0(partial(store.write, part, first, batch["tokens"], found))
     return written
 
 
 def _top_of(teacher: Role, kind: ProgramKind, batch: HostBatch) -> HostBatch:
     """The stored fields of a batch, columns in its order."""
-    placed = teacher.trainer.place(batch)
-    found = jax.device_get(teacher.compute(kind, placed))
-    order = np.argsort(np.asarray(placed["columns"]))
+    placed = teacher.trainer.place(rows_of_process(teacher.trainer, batch))
+    found, columns = on_host((teacher.compute(kind, placed), placed["columns"]))
+    order = np.argsort(columns)
     return {IDS: found.ids[:, order], LOG_PROBS: found.log_p[:, order]}
 
 
-def teacher_of(trainer: Trainer) -> Role:
-    """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
+def teacher_trainer(trainer: Trainer) -> Trainer:
+    """The trainer of `distill.teacher`, without weights. Raises `UserError` for a mesh of it."""
     cfg = trainer.cfg
     if not cfg.distill.teacher_mesh:
         require_no_pipeline(trainer, "a teacher without distill.teacher_mesh")
-        own = Trainer(teacher_run(cfg), trainer.mesh)
-    elif not trainer.role_devices:
+        return Trainer(teacher_run(cfg), trainer.mesh)
+    if not trainer.role_devices:
         raise UserError("distill.teacher_mesh needs a trainer of devices; give it no mesh")
-    else:
-        try:
-            own = Trainer(teacher_run(cfg), devices=trainer.role_devices)
-        except UserError as e:
-            raise UserError(f"distill.teacher_mesh={cfg.distill.teacher_mesh}: {e}") from None
-    params, _ = own.checkpoints.load_weights(source_of(cfg.distill.teacher))
-    return Role("teacher", own, in_compute_dtype(own, params))
+    key = f"distill.teacher_mesh={cfg.distill.teacher_mesh}"
+    try:
+        own = Trainer(teacher_run(cfg), devices=trainer.role_devices)
+    except UserError as e:
+        raise UserError(f"{key}: {e}") from None
+    require_same_rows(trainer, own, key)
+    return own
+
+
+def require_same_rows(student: Trainer, teacher: Trainer, key: str) -> None:
+    """Raise `UserError` unless each process copies fields from its own devices to its own.
+
+    So all must have all rows of both, or each its equal share of them.
+    """
+    size, count, me = student.cfg.train.global_batch_size, jax.process_count(), jax.process_index()
+    shares = {"all": slice(0, size), "own": slice(me * size // count, (me + 1) * size // count)}
+    rows = student.local_rows(size), teacher.local_rows(size)
+    found = [name for name, share in shares.items() if rows == (share, share)]
+    said = set(said_by_all(" ".join(found).encode()))  # so all raise alike
+    if len(said) > 1 or not found:
+        raise UserError(
+            f"{key}: student and teacher need the same rows of a batch in each process; let dp or "
+            "ep of both, or of neither, be the number of processes or a multiple"
+        )
+
+
+def teacher_of(trainer: Trainer, own: Trainer | None = None) -> Role:
+    """The role of `distill.teacher`, whose weights are loaded in precision.compute."""
+    own = own or teacher_trainer(trainer)
+    owner = " of the teacher" if trainer.role_devices else ""
+    with owned_by(owner, WAYS_OF_TEACHER):
+        params, _ = own.checkpoints.load_weights(source_of(trainer.cfg.distill.teacher))
+        return Role("teacher", own, in_compute_dtype(own, params))
 
 
 def teacher_run(cfg: Config) -> Config:
@@ -250,16 +304,6 @@ def placed_top_log_probs(
     return from_each_token(program, state, batch, read)
 
 
-@functools.cache
-def top_log_probs_kind(most: int, temperature: float) -> ProgramKind:
-    """The program of `placed_top_log_probs`."""
-    return ProgramKind(
-        functools.partial(placed_top_log_probs, most=most, temperature=temperature),
-        inputs=lambda on: (on.weights, on.batch),
-        outputs=lambda on: P(DATA_AXES, "cp"),
-    )
-
-
 def heads(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
     """The table of the head [V/tp, D], and its bias [V/tp] if it has one."""
     model = program.model.for_evaluation(program.evaluation)
@@ -268,18 +312,7 @@ def heads(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-@functools.cache
-def hidden_states_kind(outputs: tuple[int, ...]) -> ProgramKind:
-    """The program of `placed_hidden_states`."""
-    return ProgramKind(
-        functools.partial(placed_hidden_states, outputs=outputs),
-        inputs=lambda on: (on.weights, on.batch),
-        outputs=lambda on: P(DATA_AXES, "cp"),
-    )
-
-
 HEADS = ProgramKind(
     heads,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: P("tp"),
 )

@@ -23,13 +23,12 @@ from mjax.objectives.fields import LAYER_FIELDS, HostBatch
 from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import NEXT_TOKEN, objective_of
 from mjax.objectives.token_loss import TokenLoss
-from mjax.post.base.role_programs import log_probs_kind
-from mjax.post.base.roles import values_in_order
+from mjax.post.base.role_programs import kind_of_tokens, placed_log_probs
+from mjax.post.base.roles import rows_of_process, values_in_order
 from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
 from mjax.post.reinforce_batches import World
 from mjax.post.rollouts.collector import seed_of
-from mjax.post.rollouts.engine_place import training_devices
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
 from mjax.run.resume import begin, restored_record
@@ -48,8 +47,7 @@ class TrainingClient:
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
-        devices = training_devices(cfg, jax.devices()) if mesh is None else None
-        self.trainer = Trainer(cfg, mesh, devices)
+        self.trainer = Trainer(cfg, mesh)
         self.trainer.require_plain_update("TrainingClient")
         begin(self.trainer)
         if self.trainer.state is None:
@@ -90,7 +88,8 @@ class TrainingClient:
                 f"loss={loss!r} reads {name}; give it, such as {OLD}=client.log_probs(transcripts) "
                 "from before the first update on them"
             )
-        found: Any = learner.run_placed(GRADIENTS, learner.place(batch), self.trainer.weights())
+        placed = learner.place(rows_of_process(learner, batch))
+        found: Any = learner.run_placed(GRADIENTS, placed, self.trainer.weights())
         own = MeanGradient(found.gradients, found.tokens)
         before = self._means.get(key)
         self._means[key] = own if before is None else joint_mean(before, own)
@@ -196,8 +195,9 @@ class TrainingClient:
         """
         pack = self._packed(transcripts)
         _, learner = self._learner("cross_entropy", {})
-        kind = log_probs_kind(True, self.trainer.cfg.reinforce.temperature)
-        placed = learner.place(pack.batch())
+        temperature = self.trainer.cfg.reinforce.temperature
+        kind = kind_of_tokens(placed_log_probs, temperature=temperature)
+        placed = learner.place(rows_of_process(learner, pack.batch()))
         found = learner.run_placed(kind, placed, self.trainer.weights())
         return pack.taken(values_in_order(placed, found))
 

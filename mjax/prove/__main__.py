@@ -20,7 +20,7 @@ import jax
 
 from mjax.bench.report import own_commit
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, program, run_cli
+from mjax.errors import CommandParser, UserError, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
 from mjax.prove.features import FEATURES, NAMES, ROWS, STEPS
 from mjax.sharding.processes.fake_devices import fake_devices
@@ -127,10 +127,14 @@ Written by `{{command}}` with jax {{jax}}, code of `{{commits}}`.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=program("prove"), description=__doc__)
+    parser = CommandParser("prove", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
-    parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"))
-    parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))
+    parser.add_argument(
+        "--out", type=as_path, default=Path("docs/invariance.md"), help="page to write"
+    )
+    about = f"default: all, of {', '.join(map(repr, FEATURES))}"
+    keys = {"nargs": "+", "choices": list(FEATURES), "default": list(FEATURES), "help": about}
+    parser.add_argument("--features", metavar="NAME", **keys)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
     parser.add_argument(
         "--records",

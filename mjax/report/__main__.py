@@ -3,20 +3,21 @@
 RUN is the folder of a run, live or ended. The page holds its scripts and loads nothing.
 """
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, or_user_error, program, run_cli
+from mjax.errors import CommandParser, UserError, or_user_error, run_cli
 from mjax.report.runs import read_runs
 
 
 def main(argv: list[str] | None = None) -> int:
     about = "Write one HTML page with the curves, events and config differences of runs."
-    parser = argparse.ArgumentParser(prog=program("report"), description=about)
+    parser = CommandParser("report", description=about)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=as_path, help="folder of a run")
-    parser.add_argument("--out", metavar="FILE", type=as_path, default=Path("report.html"))
+    parser.add_argument(
+        "--out", metavar="FILE", type=as_path, default=Path("report.html"), help="page to write"
+    )
     args = parser.parse_args(argv)
     if find_spec("bokeh") is None:
         raise UserError("mjax.report needs bokeh; pip install 'mjax[report]'")

@@ -15,6 +15,7 @@ from mjax.data.blend import require_same_past
 from mjax.data.corpus.stream import StreamedText
 from mjax.data.held_out import eval_datasets, third_share
 from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
+from mjax.models.base.context import Documents
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import Objective
 from mjax.optim.schedule import batch_range, consumed_samples, final_step, held_out_samples
@@ -28,15 +29,12 @@ RowsOf = Callable[[int], slice] | None
 class BatchStream(Protocol):
     """The batches of training, or those of an evaluation.
 
-    max_documents: a bound on the documents in a row; that on its tokens, where there is none.
-    padded: whether a row is one document, and then maybe padding.
+    documents: what the rows hold. `most` is the bound on their tokens where there is no other, and
+        `images` 0 where nobody has counted.
     """
 
     @property
-    def max_documents(self) -> int: ...
-
-    @property
-    def padded(self) -> bool: ...
+    def documents(self) -> Documents: ...
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         """Batch numbers start to start + count - 1, the first of a run being 0.
@@ -73,7 +71,8 @@ class RunBatches:
     measure: measures held-out data in another way than by the loss of `held_out`, as `losses_of`
         gives it; or None.
     record_at: returns what a checkpoint of a step must keep for the batches after it, as JSON. The
-        loop reads ahead, so it is asked about a step whose following batches are read already.
+        loop reads ahead, so it is asked about a step whose following batches are read already. It
+        ends what is drawn ahead: Orbax saves with programs on all devices, an engine's, too.
     """
 
     training: BatchStream
@@ -106,12 +105,9 @@ class DatasetStream:
     range_of: Callable[[int], tuple[int, int]]
 
     @property
-    def max_documents(self) -> int:
-        return self.data.max_documents
-
-    @property
-    def padded(self) -> bool:
-        return self.data.padded
+    def documents(self) -> Documents:
+        images = getattr(self.data, "max_images", 0)  # of texts with images
+        return Documents(self.data.max_documents, self.data.padded, images)
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         return make_loader(

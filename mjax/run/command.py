@@ -2,43 +2,32 @@
 
 import argparse
 import os
+import pkgutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from mjax.checkpoint.base.hub import with_hub_tokenizer
 from mjax.config.load import Defaults, add_config_arguments, config_from_args
 from mjax.config.schema.run import Config
-from mjax.errors import INTERRUPTED, LostProcess
+from mjax.errors import INTERRUPTED
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
-
-if TYPE_CHECKING:  # they import jax
-    import jax
-
-    from mjax.run.batches import BatchSource
-
-# Returns those of the devices of a run that its trainer has.
-DevicesOf = Callable[[Config, "Sequence[jax.Device]"], "Sequence[jax.Device]"]
-
-
-def all_devices(cfg: Config, devices: "Sequence[jax.Device]") -> "Sequence[jax.Device]":
-    """All devices of a run, which train."""
-    return devices
 
 
 def train_command(
     parser: argparse.ArgumentParser,
     defaults: Defaults | None = None,
     first: Callable[[Config, argparse.Namespace], int | None] = lambda cfg, args: None,
-    batch_source: "BatchSource | None" = None,
-    devices_of: DevicesOf = all_devices,
+    batch_source: str = "mjax.run.batches:from_config",
 ) -> int:
     """Parse `sys.argv`, then train, plan or supervise; returns the exit code.
 
     defaults: returns values for keys that are not given, as a tree.
     first: what the command does before; an exit code ends it there.
-    batch_source: makes the batches; None: those of the datasets that the config names.
-    devices_of: leaves devices out that a part of the run has for itself.
+    batch_source: the module and name of a `BatchSource`, which imports jax; the default reads the
+        datasets that the config names.
     """
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
@@ -46,7 +35,7 @@ def train_command(
     parser.add_argument("--no-compile", action="store_true", help="--on without a compiler")
     group = parser.add_argument_group("several processes (default: as the launcher says)")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num-processes", type=int, metavar="N")
+    group.add_argument("--num-processes", type=int, metavar="N", help="of the run")
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
     add_restart_arguments(parser)
     args, cfg = config_from_args(parser, defaults=defaults)
@@ -57,15 +46,30 @@ def train_command(
     plans = args.dry_run or args.on is not None or args.no_compile
     if args.restarts is not None and not plans and RESTART_NOTE not in os.environ:
         return supervise(cfg, args)
-    return _plan_or_train(cfg, args, batch_source, devices_of)
+    return _plan_or_train(cfg, args, batch_source)
 
 
-def _plan_or_train(
-    cfg: Config,
-    args: argparse.Namespace,
-    batch_source: "BatchSource | None",
-    devices_of: DevicesOf,
-) -> int:
+@contextmanager
+def _ended_by_an_interrupt() -> Iterator[None]:
+    """End at once on Ctrl-C while jax starts, which drops `KeyboardInterrupt`."""
+    from mjax.run.faults.stopping import say_at_once  # imports jax
+
+    def end(*_: object) -> None:
+        say_at_once("interrupted")
+        os._exit(INTERRUPTED)
+
+    is_main = threading.current_thread() is threading.main_thread()  # others have no handlers
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _plan_or_train(cfg: Config, args: argparse.Namespace, batch_source: str) -> int:
     """Plan or train in this process."""
     # After the config: its mistakes should show at once.
     from mjax.sharding.mesh import start_processes
@@ -74,36 +78,33 @@ def _plan_or_train(
     if args.on is not None or args.no_compile:
         from mjax.run.dry_run import plan_elsewhere
 
-        return plan_elsewhere(cfg, args, devices_of)
-    start_processes(args.coordinator, args.num_processes, args.process_id)
-    keep_compiled_programs()
-    import jax
+        return plan_elsewhere(cfg, args)
+    with _ended_by_an_interrupt():
+        start_processes(args.coordinator, args.num_processes, args.process_id)
+        keep_compiled_programs()
+        import jax
 
+        backend = jax.default_backend()
     from mjax.doctor.clashes import unused_gpus
     from mjax.errors import NonFiniteLoss, ReplicasDiffer
     from mjax.run.dry_run import dry_run
     from mjax.run.faults.health import require_healthy_machines
-    from mjax.run.faults.watchdog import lost_process
+    from mjax.run.faults.watchdog import naming_lost_processes
     from mjax.run.loop import train
     from mjax.run.monitor.log_writer import warn
+    from mjax.sharding.processes.agreement import ends_with_others
 
-    if line := unused_gpus(jax.default_backend()):
+    if line := unused_gpus(backend):
         warn(line)
     try:
-        if cfg.run.doctor and not args.dry_run:
-            require_healthy_machines(cfg)
-        more = {} if batch_source is None else {"batch_source": batch_source}
-        if args.dry_run:
-            dry_run(cfg, devices_of=devices_of)
-        else:
-            train(cfg, devices=devices_of(cfg, jax.devices()), **more)
+        with naming_lost_processes(), ends_with_others():
+            if cfg.run.doctor and not args.dry_run:
+                require_healthy_machines(cfg)
+            if args.dry_run:
+                dry_run(cfg)
+            else:
+                train(cfg, batch_source=pkgutil.resolve_name(batch_source))
     except (NonFiniteLoss, ReplicasDiffer) as e:
         print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as e:
-        if line := lost_process(e):
-            raise LostProcess(line) from e
-        raise
     return 0

@@ -9,6 +9,7 @@ exact there, memory is that of the CPU program.
 
 import argparse
 import contextlib
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -17,10 +18,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mjax.config.languages.remat import offloaded
+from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.run import Config
-from mjax.errors import INTERRUPTED, UserError, first_line
+from mjax.errors import UserError, first_line
 from mjax.interop.adapters_of_run import wide_adapters
 from mjax.kernels.nf4.parameters import as_weights
+from mjax.models.base.context import Documents
 from mjax.models.flops import flops_of_run
 from mjax.models.runtime.execution import Execution
 from mjax.objectives.objective import TeacherReader
@@ -42,44 +45,38 @@ from mjax.plan.execution import count_micro_batches, execution_lines
 from mjax.plan.hlo_collectives import exchange_lines, read_exchanges
 from mjax.plan.kernel_lines import kernel_lines
 from mjax.plan.memory import bytes_per_device, held_layers, own_teacher_bytes
-from mjax.run.command import DevicesOf, all_devices
 from mjax.run.monitor import metrics
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train.trainer import Trainer
 
+# By its name: the engine of a policy stands on what runs are made of.
+ENGINE_LINE = "mjax.post.reinforce_batches:engine_line"
 
-def plan_elsewhere(cfg: Config, args: argparse.Namespace, devices_of: DevicesOf) -> int:
+
+def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
     """Print the plan for the devices of --on, which need not exist; no GPU here is touched."""
     if args.on is None:
         raise UserError("--no-compile is for a plan for other GPUs; add --dry-run --on NAME:COUNT")
     if not args.dry_run:
         raise UserError("--on is for a plan, not for a run; add --dry-run")
     jax.config.update("jax_platforms", "cpu")
-    try:
-        dry_run(cfg, parse_described(args.on), not args.no_compile, devices_of)
-    except KeyboardInterrupt:  # compiling takes minutes
-        return INTERRUPTED
+    dry_run(cfg, parse_described(args.on), not args.no_compile)
     return 0
 
 
-def dry_run(
-    cfg: Config,
-    described: Described | None = None,
-    compiles: bool = True,
-    devices_of: DevicesOf = all_devices,
-) -> None:
+def dry_run(cfg: Config, described: Described | None = None, compiles: bool = True) -> None:
     """Print the plan of a run on `described` devices, or on those of this machine.
 
-    devices_of: leaves out those that do not train.
     The plan is the mesh, the sharding, what layers keep, FLOPs, and estimates of memory and time;
     if it `compiles`, also the compiler's memory and exchanges.
     """
     with as_on(described.chip) if described else contextlib.nullcontext():
         devices = described_devices(described) if described else jax.devices()
-        trainer = Trainer(cfg, devices=devices_of(cfg, devices))
-        trainer.checkpoints.given_adapters()  # refused here as by the run
-        trainer.programs.bound_documents(1)  # as the estimate has it; the data is not looked at
+        trainer = Trainer(cfg, devices=devices)
+        trainer.checkpoints.require_start()  # refused here as by the run
+        # As the estimate has it, without the data.
+        trainer.programs.bound_documents(Documents(1, images=2))
         say(plan_lines(trainer))
         reason = cannot_compile() if described else None
         if not compiles or reason:
@@ -137,6 +134,8 @@ def plan_lines(trainer: Trainer) -> list[str]:
         own = own_teacher_bytes(cfg, sizes["dp"] * sizes["ep"], trainer.objective)
         parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in own.items())
         lines.append(f"            {len(trainer.role_devices)} devices of its own: {parts} GB each")
+    if draws_answers(cfg) and not cfg.data.mock:
+        lines.append(pkgutil.resolve_name(ENGINE_LINE)(trainer))
     lines.append(f"tokens      {tokens:,} a step")
     lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)

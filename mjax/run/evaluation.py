@@ -3,6 +3,7 @@
 Invariant: every evaluation reads the same batches, so that its figures compare.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,16 +13,19 @@ import jax
 import numpy as np
 
 from mjax.config.load import load
+from mjax.config.schema.run import Config
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
-from mjax.data.corpus.text import prepare_text
+from mjax.data.corpus.text import prepared_prefix
 from mjax.errors import UserError
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import NEXT_TOKEN
-from mjax.run.batches import BatchStream, RowsOf, RunBatches, from_config
+from mjax.run.batches import BatchSource, BatchStream, RowsOf, RunBatches, from_config
 from mjax.run.early_stop import EarlyStop
 from mjax.run.monitor.metrics import Record
 from mjax.run.resume import restored_record
+from mjax.sharding.collectives import DATA_AXES
+from mjax.sharding.mesh import make_mesh
 from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
@@ -76,8 +80,8 @@ class HeldOut:
         cfg = self.trainer.cfg
         if cfg.train.objective != NEXT_TOKEN or not cfg.data.text or cfg.data.stream:
             return None
-        corpus = prepare_text(cfg.data, cfg.run.dir)
-        training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)
+        prefix = prepared_prefix(cfg.run.dir)  # its text may be another one by now
+        training_tokens = split_tokens(prefix, "train", cfg.data.split)
         rows = []
         for batch in self.batches():
             last_label = batch["labels"][:, -1]
@@ -125,12 +129,33 @@ def held_out_of(trainer: Trainer, batches: RunBatches, record: dict) -> HeldOut 
     return held_out
 
 
-def loss_of_split(folder: Path, split: str, steps: int | None, overrides: list[str]) -> Record:
+def _on_these_devices(cfg: Config, rows_of_run: int | str) -> Config:
+    """A config with the micro-batch of its run, if these devices can divide the batch so."""
+    if rows_of_run == "auto" or cfg.train.micro_batch_size != "auto" or cfg.distill.teacher_mesh:
+        return cfg
+    shape = make_mesh(cfg.mesh).shape
+    rows = cfg.train.global_batch_size // math.prod(shape[axis] for axis in DATA_AXES)
+    if rows % rows_of_run:
+        return cfg
+    train = cfg.train.model_copy(update={"micro_batch_size": rows_of_run})
+    return cfg.model_copy(update={"train": train})
+
+
+def loss_of_split(
+    folder: Path,
+    split: str,
+    steps: int | None,
+    overrides: list[str],
+    batch_source: BatchSource = from_config,
+) -> Record:
     """The losses of a run's newest checkpoint on its "test" or "valid" data, or on one of its sets.
 
     steps: batches to take; None: as many as the run does. Raises `UserError` for unknown data.
+    No role has devices of its own, but for a teacher whose student has a pipeline.
     """
-    cfg = load(folder / "config.yaml", [*overrides, f"run.dir={folder}"])
+    own = load(folder / "config.yaml", [f"run.dir={folder}"])
+    free = ["train.micro_batch_size=auto", *overrides, f"run.dir={folder}"]
+    cfg = load(folder / "config.yaml", free)
     is_test = split == "test"
     of_run = (is_test and cfg.train.test_steps) or cfg.train.eval_steps
     count = of_run if steps is None else steps
@@ -142,10 +167,14 @@ def loss_of_split(folder: Path, split: str, steps: int | None, overrides: list[s
         "train": cfg.train.model_copy(update={"early_stop": None, **train}),
         "data": cfg.data.model_copy(update={"eval_sets": {}} if is_test else {}),
         "checkpoint": cfg.checkpoint.model_copy(update={"keep_best": 0}),
+        "reinforce": cfg.reinforce.model_copy(update={"engine": {}}),
     }
-    trainer = Trainer(cfg.model_copy(update=changed))
+    if cfg.mesh.pp == 1:
+        changed["distill"] = cfg.distill.model_copy(update={"teacher_mesh": {}})
+    cfg = cfg.model_copy(update=changed)
+    trainer = Trainer(_on_these_devices(cfg, own.train.micro_batch_size))
     step = trainer.restore()
-    batches = from_config(trainer, restored_record(trainer))
+    batches = batch_source(trainer, restored_record(trainer))
     streams = {"test": batches.test, "valid": batches.held_out, **batches.further}
     if streams.get(split) is None:
         known = ", ".join(name for name, stream in streams.items() if stream is not None)

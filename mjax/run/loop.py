@@ -121,7 +121,7 @@ def say_results(run: TrainingRun, loss: float | None) -> None:
 
 def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
-    trainer, judge = run.trainer, run.suspects.judge
+    trainer, judge, devices = run.trainer, run.suspects.judge, run.trainer.mesh.devices.flatten()
     batches = run.stream.batches(run.start, run.last - run.start, trainer.local_rows)
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
@@ -138,8 +138,9 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
             run.diagnostics.ask_if_due(step, batch)
             run.watchdog.doing(f"dispatching step {step}")
             computed = dispatch(run, step, placed, is_open)
-            host = run.host.gather() if is_logged(run, step) else None
-            current = DispatchedStep(step, batch, computed, stopper.ask(run.saver.news()), host)
+            host = run.host.gather(devices) if is_logged(run, step) else None
+            agreed = stopper.ask(devices, run.saver.news())
+            current = DispatchedStep(step, batch, computed, agreed, host)
             run.watchdog.dispatched(step)
             # The device computes the current step meanwhile.
             previous, is_settled = settle(run, previous)

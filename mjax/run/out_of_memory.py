@@ -21,17 +21,31 @@ from mjax.train.trainer import Trainer
 MOST_ARRAYS = 6  # named in each part of the table
 
 
+class OutOfMemory(UserError):
+    """Some device had no memory for an array."""
+
+
 @contextlib.contextmanager
 def explained(trainer: Trainer) -> Iterator[None]:
-    """Raise errors for want of memory as a `UserError`, after a table of what held it."""
+    """Raise errors for want of memory as `OutOfMemory`, after a table of what held it."""
+    owner = " of the trainer" if trainer.role_devices else ""
+    try:
+        with owned_by(owner, "; ".join(ways_to_save(trainer.cfg))):
+            yield
+    except OutOfMemory:
+        say_what_held_memory(trainer)
+        raise
+
+
+@contextlib.contextmanager
+def owned_by(owner: str, ways: str) -> Iterator[None]:
+    """Raise errors for want of memory as `OutOfMemory` on a device " of the teacher", say."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        say_what_held_memory(trainer)
-        ways = "; ".join(ways_to_save(trainer.cfg))
-        raise UserError(f"out of memory on a device: {first_line(e)}; {ways}") from e
+        raise OutOfMemory(f"out of memory on a device{owner}: {first_line(e)}; {ways}") from e
 
 
 def say_what_held_memory(trainer: Trainer) -> None:
@@ -64,8 +78,11 @@ def memory_table(trainer: Trainer) -> list[tuple[str, str, str]]:
         rest = [arrays[name] for name in largest[MOST_ARRAYS:]]
         rows += [_table_row(f"  {len(rest)} more", sum(rest))] if rest else []
     rows.append(_table_row("temporaries", temporary_bytes(trainer), planned.get("temporaries")))
-    rows.append(_table_row("all that is alive now", live_bytes()))
-    for device in jax.local_devices()[:1]:
+    firsts = {"": jax.local_devices()[0]}
+    if trainer.role_devices:
+        firsts = {", trainer": trainer.mesh.devices.flat[0], ", role": trainer.role_devices[0]}
+    for owner, device in firsts.items():
+        rows.append(_table_row(f"all that is alive now{owner}", live_bytes(device)))
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             rows.append(_table_row("most that was in use", stats.get("peak_bytes_in_use")))
@@ -102,11 +119,11 @@ def temporary_bytes(trainer: Trainer) -> int | None:
     return None
 
 
-def live_bytes() -> int:
-    """The bytes of all arrays that are alive on this process's first device."""
-    first, total = jax.local_devices()[0], 0
+def live_bytes(device: jax.Device) -> int:
+    """The bytes of all arrays that are alive on a device of this process."""
+    total = 0
     for array in jax.live_arrays():
         with contextlib.suppress(RuntimeError):  # donated meanwhile
-            shards = [shard for shard in array.addressable_shards if shard.device == first]
+            shards = [shard for shard in array.addressable_shards if shard.device == device]
             total += sum(shard.data.nbytes for shard in shards)
     return total

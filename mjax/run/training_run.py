@@ -9,11 +9,13 @@ import numpy as np
 
 from mjax.config.load import dump
 from mjax.config.schema.run import Config
+from mjax.config.schema.vision import MERGED
 from mjax.errors import UserError
 from mjax.evaluate.tasks import TaskScores
 from mjax.files import replace_text
 from mjax.interop.adapters_of_run import wide_adapters
 from mjax.kernels.nf4.parameters import as_weights
+from mjax.models.base.context import Documents
 from mjax.models.flops import flops_of_run
 from mjax.objectives.fields import HostBatch
 from mjax.run.batches import BatchStream, RunBatches
@@ -109,17 +111,22 @@ class DispatchedStep:
 
 
 def bound_documents(trainer: Trainer, batches: RunBatches) -> None:
-    """Promise the trainer's programs how many documents the rows of a run hold at most.
+    """Promise the trainer's programs how many documents and images the rows of a run hold at most.
 
-    If they may be as many as its tokens, one process promises two, and counts those of each batch.
+    Without a bound of the data's, one process promises two documents and counts each batch's.
+    Several promise the most that there may be.
     """
-    length = trainer.cfg.data.seq_length if jax.process_count() == 1 else math.inf
-    padding = trainer.cfg.model.architecture.reads_target  # behind the documents of a row
+    model, is_alone = trainer.cfg.model, jax.process_count() == 1
+    length = trainer.cfg.data.seq_length if is_alone else math.inf
+    is_counted = is_alone or not model.vision.is_packed
+    images = 0 if is_counted else 1 + model.vision.max_patches // MERGED
+    padding = model.architecture.reads_target  # behind the documents of a row
     streams = batches.training, batches.held_out, batches.test, *batches.further.values()
     for stream in filter(None, streams):
-        padded = stream.padded or (padding and stream.max_documents == 1)
-        most = 2 if stream.max_documents >= length > 1 else stream.max_documents
-        trainer.programs.bound_documents(most + padding, padded)
+        own = stream.documents
+        padded = own.padded or (padding and own.most == 1)
+        most = 2 if own.most >= length > 1 else own.most
+        trainer.programs.bound_documents(Documents(most + padding, padded, own.images or images))
 
 
 def start_run(

@@ -12,6 +12,7 @@ def main(argv: list[str] | None = None) -> int:
         import fastapi  # noqa: F401
         import msgspec  # noqa: F401
         import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
         import zmq  # noqa: F401
     from mjax.serve.processes import Server
 

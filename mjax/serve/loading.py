@@ -17,13 +17,15 @@ from mjax.data.base.tokenizer import load_tokenizer
 from mjax.data.multimodal.pictures import bounds_of
 from mjax.errors import UserError
 from mjax.generate.options import image_scale, usual_scale
-from mjax.infer.engine import GREEDY, LIMITED
+from mjax.infer.checks import text_length
+from mjax.infer.engine import GREEDY, LIMITED, RANDOM
 from mjax.infer.llm import LLM
 from mjax.infer.sample import Draws
 from mjax.infer.weights import form_of, require_weights, usual_dtype
 from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
-from mjax.interop.sources import source_of
+from mjax.interop.random_weights import loader_of
+from mjax.interop.sources import config_in
 from mjax.serve.base.wire import ImageFacts, ModelFacts
 from mjax.serve.embeddings import Embedder
 from mjax.serve.engine_server import BetweenSteps, EngineServer
@@ -32,9 +34,10 @@ from mjax.sharding.mesh import make_mesh, tensor_parallel_mesh
 from mjax.sharding.processes.compiled_programs import keep_compiled_programs
 
 ANYTHING = Draws(random=True, limited=True, penalties=True, top=20)
-# Where nothing says them: rows and tokens of prompts in a step, and what programs draw. A CPU gains
-# little from many sizes, and compiles them for minutes.
-_USUAL = 256, 2048, (GREEDY, LIMITED, ANYTHING)
+# Where nothing says them: rows and tokens of prompts in a step, and what programs draw. Requests
+# that say nothing are drawn at temperature 1, by RANDOM without the 20 kernels of LIMITED's
+# thresholds. A CPU gains little from many sizes, and compiles them for minutes.
+_USUAL = 256, 2048, (GREEDY, RANDOM, LIMITED, ANYTHING)
 _ON_A_CPU = 16, 512, (ANYTHING,)
 
 
@@ -63,7 +66,7 @@ class ServedModel:
         self.options = options
         self.slots: AdapterSlots | None = None
         self._params: dict | None = None  # of an encoder
-        cfg = source_of(options.model).cfg
+        cfg = config_in(options.model)
         architecture = cfg.architecture
         if architecture.generates or architecture.reads_target:
             self._load_generator(cfg)
@@ -109,11 +112,11 @@ class ServedModel:
             raise UserError("--pipeline-parallel-size: an encoder has no stages here; leave it out")
         mesh = tensor_parallel_mesh(size, f"--tensor-parallel-size {size}")
         dtype = given.get("dtype") or usual_dtype()
-        loaded = from_pretrained(self.options.model, mesh=mesh, dtype=dtype)
-        length = given.get("max_model_len") or cfg.max_position_embeddings
-        length = min(length, cfg.max_position_embeddings)
+        load = loader_of(given.get("load_format", "auto"))
+        loaded = load(self.options.model, mesh=mesh, dtype=dtype)
+        length = text_length(cfg, given.get("max_model_len"))
         self.engine, self._params, self.dtype = EncoderAlone(), loaded.params, dtype
-        self.embedder = Embedder(loaded.definition, cfg, mesh, jnp.dtype(dtype), length)
+        self.embedder = Embedder(loaded.definition, loaded.cfg, mesh, jnp.dtype(dtype), length)
         name = given.get("tokenizer") or tokenizer_of(self.options.model)
         if name is not None:
             load_tokenizer(name)  # what is wrong with it should show here

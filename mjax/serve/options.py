@@ -4,11 +4,13 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.base.hub import hub_name, pinned
 from mjax.config.languages.paths import path_text
-from mjax.errors import UserError, program
+from mjax.errors import CommandParser, UserError
+from mjax.files import CONFIG_FILES
 from mjax.serve.parsers.reply import REASONING_PARSERS, TOOL_PARSERS
 
 
@@ -41,7 +43,7 @@ class ServeOptions:
 _LLM_ARGUMENTS = tuple(
     """tokenizer tensor_parallel_size pipeline_parallel_size dtype max_model_len max_num_seqs
     max_num_prefill_tokens kv_cache_dtype quantization enable_prefix_caching num_speculative_tokens
-    speculative_method max_lora_rank max_queued""".split()
+    speculative_method max_lora_rank max_queued load_format""".split()
 )
 
 
@@ -75,7 +77,7 @@ def read_options(argv: list[str] | None) -> ServeOptions:
         "origins": tuple(args.allowed_origins),
     }
     of_hub = hub_name(args.model)
-    usual = of_hub.repo if of_hub else os.path.basename(os.path.normpath(args.model))
+    usual = of_hub.repo if of_hub else _name_of(args.model)
     return ServeOptions(
         model=pinned(args.model),  # all processes read one commit
         name=args.served_model_name or usual,
@@ -92,6 +94,12 @@ def read_options(argv: list[str] | None) -> ServeOptions:
     )
 
 
+def _name_of(path: str) -> str:
+    """The name of a folder, or of a config file without its ending."""
+    found = Path(path).absolute()
+    return found.stem if found.suffix in CONFIG_FILES else found.name
+
+
 def _keys(given: list[str], variable: str) -> tuple[str, ...]:
     """Keys of options, or of a variable of the environment, with commas."""
     return tuple(given or filter(None, os.environ.get(variable, "").split(",")))
@@ -106,7 +114,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 def _serve_parser() -> argparse.ArgumentParser:
     about = "Serve a model through an API of OpenAI's form."
-    parser = argparse.ArgumentParser(prog=program("serve"), description=about)
+    parser = CommandParser("serve", description=about)
     what = "a run, a checkpoint, RUN@best, org/name on the hub, a Hugging Face or Megatron folder"
     parser.add_argument("model", type=path_text, metavar="RUN_OR_FOLDER", help=what)
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the folder's")
@@ -138,6 +146,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     kinds = ("float32", "bfloat16", "float16")
     group.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
+    about = "dummy: random weights, for benchmarks; only a config is read, a YAML file too"
+    group.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help=about)
     number = {"type": int, "metavar": "N"}
     group.add_argument("--max-model-len", **number, help="tokens of the longest text")
 

@@ -15,7 +15,6 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -29,26 +28,27 @@ from mjax.serve.options import ServeOptions, tell
 
 _LOOK = 0.1  # seconds between two looks at the children
 _GRACE = 5.0  # seconds that a child has to end in once it has nothing to do
+_PULSE = 8  # bytes
+_UNTAKEN = 60_000  # ms after which a connection ends whose other side takes nothing of what is sent
 
 
 class Pulse:
     """The time of a child's last turn, in a file that the parent reads; 0: it is not ready."""
 
-    _FORMAT = struct.Struct("<d")
-
     def __init__(self, file: Path):
         file.touch()
         with open(file, "r+b") as opened:
-            opened.truncate(self._FORMAT.size)
-            self._memory = mmap.mmap(opened.fileno(), self._FORMAT.size)
+            opened.truncate(_PULSE)
+            memory = mmap.mmap(opened.fileno(), _PULSE)
+        self._time = memoryview(memory).cast("d")  # one store: no reader sees half of it
 
     def beat(self) -> None:
         """Write the time of now."""
-        self._FORMAT.pack_into(self._memory, 0, time.monotonic())
+        self._time[0] = time.monotonic()
 
     @property
     def last(self) -> float:
-        return self._FORMAT.unpack_from(self._memory)[0]
+        return self._time[0]
 
 
 class Server:
@@ -79,6 +79,7 @@ class Server:
             for number in range(self.options.workers):
                 self._workers.append(self._start("worker", number, door))
             door.close()  # where workers have closed it nobody gets in
+            tell(f"loading {self.options.name} and compiling its programs")
             try:
                 return self._watch(port)
             finally:
@@ -156,7 +157,8 @@ class Server:
         """Whether an engine has made no turn for too long."""
         limit = self.options.stuck_seconds
         for number, pulse in enumerate(self._pulses):
-            if limit and pulse.last and time.monotonic() - pulse.last > limit:
+            last = pulse.last
+            if limit and last and time.monotonic() - last > limit:
                 tell(f"engine {number} has made no step for {limit:g} s: the server ends")
                 return True
         return False
@@ -203,6 +205,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN)
         made.bind(address)
     return made
 
@@ -267,6 +271,7 @@ def freeze_heap() -> None:
 def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> None:
     """Speak HTTP until SIGTERM, then until what runs has ended."""
     import uvicorn
+    import uvloop
 
     from mjax.serve.late_app import LateApp
 
@@ -281,7 +286,8 @@ def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> Non
     )
     server = uvicorn.Server(config)
     sockets = [socket.socket(fileno=door)]
-    asyncio.run(server.serve(sockets=sockets))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve(sockets=sockets))
 
 
 if __name__ == "__main__":

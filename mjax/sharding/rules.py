@@ -93,7 +93,7 @@ def partition(
             if name not in REPLICABLE:
                 raise UserError(
                     f"{name}={shape[dim]} is not divisible over {parallel.size(*live)} devices of "
-                    f"{'/'.join(live)}; choose a mesh that divides it"
+                    f"{'/'.join(live)}; choose sizes that divide it"
                 )
             live = ()
         entries.append(None if not live else live[0] if len(live) == 1 else live)

@@ -6,14 +6,12 @@ to mend, in one line; 3 no step ended within train.step_timeout_minutes or anoth
 130 interrupted before the first step or twice (docs/train/failures.md).
 """
 
-import argparse
-
-from mjax.errors import program, run_cli
+from mjax.errors import CommandParser, run_cli
 from mjax.run.command import train_command
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=program("train"), description="Train a model.")
+    parser = CommandParser("train", description="Train a model.")
     return train_command(parser)
 
 

@@ -14,6 +14,8 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.kernels.base.chooser import this_device
 from mjax.models.attention.zigzag import zigzag
+from mjax.models.base.context import Documents
+from mjax.models.towers.image_places import FRAME
 from mjax.objectives.fields import FURTHER_COLUMNS, LAYER_FIELDS, Batch, BatchField, HostBatch
 from mjax.objectives.objective import FieldMaker, Objective, require_dictionary
 from mjax.sharding.collectives import Parallel
@@ -250,6 +252,17 @@ def only_padding_follows(batch: HostBatch) -> bool:
     return all(((ids[:, -1] == 0) | (ids[:, -1] == ids[:, 0])).all() for ids in fields)
 
 
+def most_images(batch: HostBatch) -> int:
+    """The largest number of `Documents.images` in a row of a batch; 0: it has none."""
+    places = batch.get("patch_places")
+    return 0 if places is None else 1 + int(np.max(places[..., FRAME], initial=0))
+
+
+def promises_of(batch: HostBatch) -> Documents:
+    """The promises of a batch, as `Programs.bound_documents` takes them."""
+    return Documents(most_documents(batch), only_padding_follows(batch), most_images(batch))
+
+
 def bound_of_documents(cfg: Config, most: int) -> int:
     """Documents a sequence to compile for, where a sequence has at most `most`; 0: no bound.
 
@@ -259,7 +272,7 @@ def bound_of_documents(cfg: Config, most: int) -> int:
     attention = cfg.train.attention
     if attention == "auto" and this_device().backend == "cpu":
         attention = "xla"
-    if not cfg.data.document_mask or attention == "xla":
+    if not (most and cfg.data.document_mask) or attention == "xla":
         return 0
     return 1 << (most - 1).bit_length()
 

@@ -24,6 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.checkpoint.base.digest import DamagedCheckpoint
 from mjax.checkpoint.base.hub import model_folder, pinned
 from mjax.checkpoint.base.source import Source, arrays
+from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.checkpoint.local.folder import claim, local_folder
 from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.orbax_handlers import CRITIC
@@ -35,7 +36,7 @@ from mjax.interop.adapters_of_run import joined_trees, without_adapters
 from mjax.interop.after_save import follow_up, mirror_of
 from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
-from mjax.interop.partial_load import fit
+from mjax.interop.partial_load import Fit, fit
 from mjax.interop.sources import source_of
 from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
@@ -224,6 +225,25 @@ class Checkpoints:
             sources[names.init_audio] = whisper_source(folder, self.cfg.model)
         return sources
 
+    def fitted(self, source: Source) -> Fit:
+        """Fit weights to the model, reading none. Raises `UserError` for those of another one."""
+        cfg = self.cfg
+        return fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
+
+    def require_start(self) -> None:
+        """Raise `UserError` for weights on disk that the run would not start from.
+
+        None is read or fetched. A run that goes on from a checkpoint needs those of adapters alone.
+        """
+        self.given_adapters()
+        run, names = Path(self.cfg.run.dir), self.cfg.checkpoint
+        goes_on = names.resume != "never" and newest_step(run) is not None
+        folders = [name for name in (names.init_from, names.init_audio) if name is not None]
+        is_here = all(run_of(Path(name)).exists() for name in folders)
+        if is_here and (self.cfg.lora.rank or not goes_on):
+            for source in self.start_sources().values():
+                self.fitted(source)
+
     def start_params(self) -> tuple[dict, str]:
         """(stored parameters at step 0 of a run, lines on where they are from)."""
         sources = self.start_sources()
@@ -257,8 +277,8 @@ class Checkpoints:
         of_model = outside_nf4(without_adapters(wanted), self.layout.specs)
         params, lines = None, []
         in_nf4: dict = {}
-        for source in sources:
-            found = fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
+        fits = [self.fitted(source) for source in sources]  # refused before any is read
+        for source, found in zip(sources, fits, strict=True):
             source.check()
             if source.has is None:
                 self.store.unread = source.unread

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
-from mjax.models.base.activation_statistics import nothing_seen
+from mjax.models.base.activation_statistics import LayerFigures
 from mjax.models.base.context import Probe
 from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import AXES
@@ -21,19 +21,19 @@ from mjax.train.step import Program, State, evaluation_sums
 
 
 def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
-    """The sums of `nothing_seen` over the global batch and all layers, on local shards."""
-    sizes = program.layers, program.experts
+    """The sums of `LayerFigures` over the global batch and all layers, on local shards."""
+    figures = LayerFigures(program.layers, program.experts)
     model = program.model.for_evaluation(program.evaluation)
-    context = replace(model.ctx, probe=Probe(layers=sizes))
+    probe = Probe(figures=figures)
+    context = replace(model.ctx, probe=probe)
     model = replace(model, ctx=context)
-    start = nothing_seen(*sizes)
+    start = figures.nothing
     _, totals, _ = evaluation_sums(program, model, state, batch, start)
     return {name: program.parallel.psum(total, *AXES) for name, total in totals.items()}
 
 
 LAYER_STATISTICS = ProgramKind(
     seen_layers,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: P(),
 )
 

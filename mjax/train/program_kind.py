@@ -30,21 +30,26 @@ class ProgramPartitions:
         return without_moments(self.state)
 
 
+def weights_and_batch(on: ProgramPartitions) -> tuple:
+    """The partitions of most programs' inputs."""
+    return on.weights, on.batch
+
+
 @dataclass(frozen=True)
 class ProgramKind:
     """A program that a trainer compiles once for each shape of a batch.
 
     function: computes outputs from (`step.Program`, *inputs), all local shards.
-    inputs: returns the partition of each input.
     outputs: returns the partitions of the outputs, a tree or the prefix of one.
+    inputs: returns the partition of each input.
     donated: positions of inputs whose memory the program takes over.
 
     Define a kind once, in a module: two that are built alike are compiled twice.
     """
 
     function: Callable[..., Any]
-    inputs: Callable[[ProgramPartitions], tuple]
     outputs: Callable[[ProgramPartitions], Any]
+    inputs: Callable[[ProgramPartitions], tuple] = weights_and_batch
     donated: tuple[int, ...] = ()
 
 

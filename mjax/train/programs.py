@@ -41,8 +41,7 @@ class ProgramKey(NamedTuple):
 
     kind: ProgramKind
     rows: int
-    max_documents: int
-    padded: bool
+    documents: Documents
 
 
 @dataclass
@@ -50,9 +49,7 @@ class Programs:
     """The programs of a run, each compiled when it is first needed.
 
     layout: that of the pipeline. xla_options: options of the compiler on top of those that
-    `plan/xla_options.py` picks. max_documents: a bound on the documents in a sequence, which
-    `bound_documents` raises; 0 where it is unknown. padded: whether the second of two segments can
-    only be padding.
+    `plan/xla_options.py` picks. documents: the promises so far, bounds in powers of two.
     """
 
     cfg: Config
@@ -61,26 +58,32 @@ class Programs:
     state_layout: StateLayout
     layout: Layout | None
     xla_options: dict = field(default_factory=dict)
-    max_documents: int = field(init=False)
-    padded: bool = True
+    documents: Documents = field(init=False)
     _jitted: dict[ProgramKey, jax.stages.Wrapped] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.max_documents = 0 if self.cfg.data.document_mask else 1
+        self.documents = Documents(0 if self.cfg.data.document_mask else 1)
 
-    def bound_documents(self, most: int, padded: bool = False) -> None:
-        """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
+    def bound_documents(self, promised: Documents) -> None:
+        """Compile for batches of which this is promised besides; bounds get powers of two.
 
-        `padded` promises that what follows the first is padding, which counts as a document. Only
-        cuDNN's attention needs static bounds. The loop gives the dataset's, where it has one, so
-        that nothing compiles twice and all processes agree.
+        Padding counts as a document. Only cuDNN's attention needs static bounds. The loop gives the
+        dataset's, where it has some, so that nothing compiles twice and all processes agree.
         """
-        self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
-        self.padded = self.padded and (padded or most == 1)
+        own = self.documents
+        most = max(own.most, bound_of_documents(self.cfg, promised.most))
+        images = max(own.images, bound_of_documents(self.cfg, promised.images))
+        held_one = own.padded or own.most <= 1
+        holds_one = promised.padded or promised.most == 1
+        self.documents = Documents(most, most == 2 and held_one and holds_one, images)
+
+    def share_bound(self, others: "Programs") -> None:
+        """Promise what the programs of another model on the same batches were promised."""
+        self.documents = others.documents
 
     def jitted(self, kind: ProgramKind, rows: int) -> jax.stages.Wrapped:
         """The program of this kind on global arrays with batches of `rows` sequences, jitted."""
-        key = ProgramKey(kind, rows, self.max_documents, self.padded)
+        key = ProgramKey(kind, rows, self.documents)
         if key not in self._jitted:
             self._jitted[key] = self._jit(kind, self.program(rows))
         return self._jitted[key]
@@ -116,10 +119,7 @@ class Programs:
         ctx = training_context(
             cfg,
             placement.parallel,
-            Documents(
-                most=self.max_documents,
-                padded=self.max_documents == 2 and self.padded,
-            ),
+            self.documents,
             permute=uniform,
             # Dropout of adapters needs to know which tokens a matmul has: all, or a shard.
             overlap_rows=None if cfg.lora.dropout else tp_overlap_rows(cfg.mesh, facts, uniform),
@@ -130,7 +130,7 @@ class Programs:
             execution,
             ctx,
             self.objective,
-            packed=cfg.data.document_mask and self.max_documents != 1,
+            packed=cfg.data.document_mask and self.documents.most != 1,
         )
         return steps.Program(
             model,
@@ -159,12 +159,13 @@ class Programs:
         if devices[0].platform == "cpu" and len(devices) > 1:
             body = in_program_order(body)
         mapped = on_shards(body, mesh, kind.inputs(partitions), kind.outputs(partitions))
-        overlaps = program.model.ctx.kernels.overlap_rows is not None
+        kernels = program.model.ctx.kernels
+        overlaps = kernels.overlap_rows is not None
         options = compiler_options(
             program.execution,
             overlaps,
             devices,
-            self.cfg.run.deterministic,
+            self.cfg.run.deterministic or kernels.blocks is not None,
             reads_pairs=devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape)),
             reads_images="vision" in self.cfg.model.embedded,
         )

@@ -411,11 +411,9 @@ APPLY = ProgramKind(
 )
 GRADIENTS = ProgramKind(
     gradients,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: Gradients(P(), P(), P(), on.gradients),
 )
 LOSSES = ProgramKind(
     batch_losses,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: P(),
 )

@@ -66,6 +66,5 @@ def scores_of_micro_batches(
 
 SCORES = ProgramKind(
     batch_scores,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: P(DATA_AXES),
 )

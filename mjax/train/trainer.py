@@ -25,7 +25,7 @@ from mjax.models.base.adapted import specs_of_run
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
-from mjax.objectives.objective import Objective, OwnAxes, TeacherReader, objective_of, own_specs
+from mjax.objectives.objective import Objective, OwnAxes, objective_of, own_specs, share_devices
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -34,7 +34,7 @@ from mjax.plan.xla_options import fix_reduction_order
 from mjax.sharding.mesh import make_mesh, parallel_of_run, replicated
 from mjax.sharding.spec import freeze, require_named, rounded_specs
 from mjax.train import step as steps
-from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
+from mjax.train.batch import BatchPlacer, promises_of
 from mjax.train.checkpoints import Checkpoints
 from mjax.train.loss_scale import skipped_samples
 from mjax.train.norms import NORMS, Norms
@@ -82,8 +82,8 @@ class Trainer:
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten().tolist()
         self.role_devices: list[jax.Device] = []  # those of a role, where it has its own
-        if mesh is None and isinstance(self.objective, TeacherReader):
-            devices, self.role_devices = self.objective.share_devices(devices)
+        if mesh is None:
+            devices, self.role_devices = share_devices(self.objective, devices)
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         for name in cfg.precision.fp8_recipes:
@@ -319,7 +319,7 @@ class Trainer:
     def place(self, batch: HostBatch) -> Batch:
         """The batch on the devices, for `step`; `placed_ahead` says when it is best called."""
         placed = self.placer.place(batch)
-        self.programs.bound_documents(most_documents(batch), only_padding_follows(batch))
+        self.programs.bound_documents(promises_of(batch))
         awaited = [n for n in self.objective.fields if self.placer.is_left_to_roles(n, batch)]
         if not awaited:
             return placed

@@ -12,9 +12,10 @@ import pytest
 
 from mjax.config import load
 from mjax.config.rules.mesh_rules import AXES, mesh_sizes
+from mjax.models.base.context import Documents
 from mjax.plan import auto
 from mjax.plan.absent_devices import cannot_compile, compiler_devices, compiler_told
-from mjax.plan.chips import named_chips
+from mjax.plan.chips import Chip, named_chips
 from mjax.plan.hlo_collectives import Collective, read_exchanges
 from mjax.train import Trainer
 
@@ -81,15 +82,16 @@ def compile_step(
     batch_size: int | None = None,
     xla: dict | None = None,
     documents: int = 1,
+    chip: Chip = H200,
 ) -> Compiled:
-    """The train step of a config, compiled for as many H200s as its mesh names (dp: 1), with
-    options `xla` besides the usual, for sequences of up to `documents`."""
+    """The train step of a config, compiled for as many H200s or other chips as its mesh names
+    (dp: 1), with options `xla` besides the usual, for sequences of up to `documents`."""
     cfg = load(path, ["train.attention=cudnn", *overrides])
     n = math.prod(getattr(cfg.mesh, axis) for axis in AXES if axis != "dp" or cfg.mesh.dp != "auto")
-    with pytest.MonkeyPatch.context() as patch, compiler_told(H200.details.capability):
+    with pytest.MonkeyPatch.context() as patch, compiler_told(chip.details.capability):
         patch.setattr(auto, "device_memory", lambda devices: None)
-        trainer = Trainer(cfg, devices=compiler_devices(H200, n))
-        trainer.programs.bound_documents(documents)
+        trainer = Trainer(cfg, devices=compiler_devices(chip, n))
+        trainer.programs.bound_documents(Documents(documents))
         trainer.programs.recompile(xla or {})
         made = trainer.lower(batch_size).compile()
     memory = made.memory_analysis()

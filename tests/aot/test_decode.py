@@ -17,6 +17,7 @@ from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
 from mjax.sharding.spec import is_spec
 from tests.aot.common import H200, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -25,10 +26,10 @@ MADE = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(")
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "while", "conditional"}
 
 
-def compiled_step(batch, draws=None):
+def compiled_step(batch, draws=None, **options):
     """A step of a batch of Llama-3-8B rows with two layers, in bf16, from lists of layers.
 
-    Its layers, or what draws tokens.
+    Its layers, or what draws tokens; `options` of the compiler.
     """
     cfg = load("configs/models/llama3_8b.yaml", [f"model.num_hidden_layers={LAYERS}"]).model
     device = compiler_devices(H200, 1)[0]
@@ -54,7 +55,7 @@ def compiled_step(batch, draws=None):
             of_rows, logits = state._replace(caches=[]), array((batch, cfg.vocab_size), jnp.float32)
             own = logits, None, records, RowRules()
             made = programs.draw.lower(of_rows, *own, draws=draws)
-        made = made.compile()
+        made = made.compile(compiler_options=options or None)
     return made, sum(2 * math.prod(c.shape) for c in jax.tree.leaves(state.caches)), cfg
 
 
@@ -84,15 +85,32 @@ def test_nothing_of_the_size_of_a_weight_or_cache_is_made_but_caches_in_place(ba
     assert memory.temp_size_in_bytes < 2 * logits + 8e6, "logits and activations; no more"
 
 
-KINDS = [None, Draws(), Draws(random=True), Draws(random=True, limited=True)]
+LIMITED = Draws(random=True, limited=True)
 
 
-@pytest.mark.parametrize("draws", KINDS)
+@pytest.mark.parametrize("draws", [None, Draws(), Draws(random=True)])
 def test_the_host_waits_for_nothing_within_a_step(draws):
     made, _, _ = compiled_step(2, draws)
     lines = [x for x in made.as_text().splitlines() if '"known_trip_count"' not in x]
     waits = re.findall(r" (conditional|while|infeed|recv)\(", "\n".join(lines))
     assert not waits, "the host reads a predicate before it launches what follows"
+
+
+@exhaustive
+def test_limits_are_one_graph_whose_branches_the_device_takes(tmp_path):
+    """Three passes over all logits, of which the last is two fusions: few, top-p's sum, results."""
+    rows = 256
+    made, _, cfg = compiled_step(rows, LIMITED, xla_dump_to=str(tmp_path))
+    (file,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    launches = re.findall(r"^( *)\d+: (k\w+)", file.read_text(), re.M)
+    assert [kind for indent, kind in launches if not indent] == ["kCommandBuffer"], launches
+    assert [kind for _, kind in launches].count("kConditional") == 2
+    text = made.as_text()
+    entry = text[text.index("\nENTRY") :]
+    logits = re.search(rf"%(\S+) = f32\[{rows},{cfg.vocab_size}\]\S* parameter", entry)[1]
+    passes = re.findall(rf"%(input\S*reduce\S*) = .*\(.*%{re.escape(logits)}[,)]", entry)
+    assert len(passes) <= 5, "and one of 512 blocks of logits in each row"
+    assert made.memory_analysis().temp_size_in_bytes < 1.2 * 4 * rows * cfg.vocab_size
 
 
 @pytest.mark.parametrize("batch", [1, 64])

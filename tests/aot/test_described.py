@@ -9,6 +9,7 @@ import pytest
 from mjax.config import load
 from mjax.plan.absent_devices import cannot_compile, parse_described
 from mjax.run.dry_run import dry_run
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(cannot_compile() is not None, reason=str(cannot_compile()))
 
@@ -49,6 +50,7 @@ def test_the_plan_holds_the_compiler_s_account(devices):
     assert abs(estimate / figure(text, r"total +([\d.]+) GB a device") - 1) < 0.25
 
 
+@exhaustive
 def test_exchanges_under_matmuls_are_told_from_exposed_ones():
     """Of one micro-batch: each layer exchanges, both ways in bf16."""
     text = plan("h200:8", "model.num_hidden_layers=2", "train.global_batch_size=8")
@@ -59,6 +61,7 @@ def test_exchanges_under_matmuls_are_told_from_exposed_ones():
     assert sum(size for *_, size in moved) == pytest.approx((2 + 2) * parameters, rel=0.1)
 
 
+@exhaustive
 def test_devices_of_several_nodes_and_other_chips_compile_too():
     more = "model.num_hidden_layers=2", "train.global_batch_size=16", "mesh.zero=3"
     text = plan("b200:16", *more)

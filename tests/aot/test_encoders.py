@@ -15,6 +15,7 @@ TWO_LAYERS = ("model.num_hidden_layers=2", "mesh.dp=1", "model.bert.num_labels=2
 BATCH = ("train.global_batch_size=32", "train.micro_batch_size=32")
 
 
+@exhaustive
 @pytest.mark.parametrize("documents", [1, 2], ids=["whole rows", "padding"])
 def test_attention_runs_once_a_layer_without_whole_scores(documents):
     made = compile_step(BERT, *TWO_LAYERS, *BATCH, "train.remat=none", documents=documents)

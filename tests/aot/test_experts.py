@@ -87,6 +87,7 @@ OVER_EP = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("way,gathers", [("all_to_all", 4), ("all_gather", 0)])
 def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_not_fit(
     way, gathers

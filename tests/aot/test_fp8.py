@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.aot.common import compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -30,6 +31,7 @@ def test_all_matmuls_of_blocks_are_8_bit(recipe, products):
     assert not re.search(r"= f8e\w+\[[\d,]+\]\S* transpose\(%?param", _roots(made.text))
 
 
+@exhaustive
 @pytest.mark.parametrize("zero, gathers", [(1, 1), (3, 2)])  # a step; a micro-batch, in a loop
 def test_zero_gathers_the_weights_of_blocks_as_bytes(zero, gathers):
     keys = "mesh.dp=8", f"mesh.zero={zero}", "train.remat=dots", "precision.fp8=delayed"

@@ -7,6 +7,7 @@ import pytest
 
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
@@ -33,6 +34,7 @@ def test_a_gate_has_one_call(monkeypatch, compute):
     assert compute == "bfloat16" or "bf16[" not in text
 
 
+@exhaustive
 def test_gelu_has_a_call_each_way_and_keeps_its_input_alone(monkeypatch):
     """And of the bias's gradient sums over tiles leave the kernel, not what they are sums of."""
     choose_for(monkeypatch, GPU, "gate", "quantize")
@@ -63,6 +65,7 @@ def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
     assert found == {("kernel", "kernel"): 2, ("kernel", "other"): 4}
 
 
+@exhaustive
 def test_current_scaling_reads_a_block_once_more(monkeypatch):
     """The gate measures each way before it rounds; what else is rounded is so both ways at once."""
     choose_for(monkeypatch, GPU, "norm")

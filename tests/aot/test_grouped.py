@@ -15,7 +15,7 @@ from mjax.kernels.matmul.grouped import (
 )
 from mjax.plan.absent_devices import as_on, compiler_devices
 from tests.aot.common import H200, missing
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -31,6 +31,7 @@ def compiled(run, *arguments, **options):
         return jax.jit(run, **options).lower(*described).compile()
 
 
+@exhaustive
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("down", [False, pytest.param(True, marks=slow)], ids=["up", "down"])
 def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, down):

@@ -51,6 +51,7 @@ def test_one_micro_batch_hides_what_zero_exchanges():
     assert sum(op == "all-gather" and n >= 2**22 for op, n in sizes) <= 2
 
 
+@exhaustive
 def test_one_micro_batch_stacks_gradients_beside_other_work():
     """Each layer's is copied into its place; no kernel puts a stack together in the end."""
     keys = "model.num_hidden_layers=5", "train.remat=none", "mesh.dp=1"
@@ -70,6 +71,7 @@ def pipeline() -> Compiled:
     return compile_step(LLAMA, *keys, *more, "train.global_batch_size=4", "train.remat=dots")
 
 
+@exhaustive
 def test_a_pipeline_copies_no_chunk(pipeline):
     """A device reads weights, and adds to sums, slot by slot: no array of the slots of a chunk is
     made of a stack of all. It takes weights out of the stack under a condition, not in every tick.
@@ -81,5 +83,6 @@ def test_a_pipeline_copies_no_chunk(pipeline):
     assert not [body for body in pipeline.loops() if re.search(of_weights, body)]
 
 
+@exhaustive
 def test_slots_that_only_some_chunks_have_hand_no_weights_from_forward_to_backward(pipeline):
     assert not re.findall(r"= bf16\[(?:1,)?4096,2,14336\]\S* copy\(%(?!broadcast)", pipeline.text)

@@ -7,6 +7,7 @@ import pytest
 from mjax.kernels.loss.cross_entropy import cut_of
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
@@ -14,6 +15,7 @@ SMALL = ["model.num_hidden_layers=2", "mesh.dp=1", "train.unroll=1", "train.micr
 CALL = re.compile(r"= \((\S+), (\S+)\) custom-call\(.*loss_rows")
 
 
+@exhaustive
 def test_a_step_calls_it_and_copies_nothing(monkeypatch):
     choose_for(monkeypatch, GPU, "loss_rows")
     step = compile_step("configs/models/gpt2_124m.yaml", *SMALL)

@@ -37,6 +37,7 @@ def test_full_keeps_less_and_runs_attention_again_in_layers_that_are_unrolled():
     assert dots.temp - full.temp > 0.6 * LAYERS * less
 
 
+@exhaustive
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_is_offloaded_is_in_host_memory(devices):
     keys = [f"mesh.dp={devices}", f"train.global_batch_size={2 * devices}", "train.unroll=1"]

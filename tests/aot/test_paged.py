@@ -31,6 +31,7 @@ CASES = {
     "ragged": (2048, None, 8, 128, "bfloat16", PLAIN),
     "decode, 8 bits, all": (64, 1, 8, 128, "float8_e4m3fn", ALL),
     "ragged, 8 bits, all": (2048, None, 8, 128, "float8_e4m3fn", ALL),
+    "decode, 8 bits, width 16": (64, 1, 8, 16, "float8_e4m3fn", PLAIN),
     "latent": (64, 1, 1, 576, "bfloat16", PLAIN),
     "ragged, latent": (512, None, 1, 576, "bfloat16", PLAIN),
     "drafts of 7 heads, width 256": (96, 3, 4, 256, "bfloat16", PLAIN),

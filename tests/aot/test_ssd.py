@@ -11,7 +11,7 @@ from mjax.kernels.recurrence.ssd import SsdInputs, ssd
 from mjax.plan.absent_devices import compiler_devices
 from tests.aot.common import H200, compile_step, missing
 from tests.devices import GPU, choose_for
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -42,6 +42,7 @@ def compiled(length, batch=8, heads=80, groups=8, size=64, state=128, chunk=256)
     return jax.jit(scan).lower(inputs, starts, inputs.x).compile()
 
 
+@exhaustive
 @pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 @pytest.mark.parametrize("remat", quick(["none", "dots", "full"], 1))
 def test_a_layer_calls_each_kernel_once_but_what_it_computes_again(monkeypatch, remat):

@@ -20,6 +20,7 @@ CASES = {
     "decode, all": Case(DECODE, each=1, heads=8, width=128, scales=True, **ALL),
     "drafts of 7 heads": Case([(n, 3) for n, _ in DECODE], each=3, heads=14, width=128),
     "decode, 64": Case(DECODE, each=1, heads=8, width=64),
+    "decode, 16": Case(DECODE, each=1, heads=8, width=16, scales=True),
     "decode, 96": Case(DECODE, each=1, heads=8, width=96),
     "decode, 256": Case(DECODE, each=1, heads=4, width=256),
     "decode, latent": Case(DECODE, each=1, heads=128, kv_heads=1, width=576, latent=512),

@@ -3,13 +3,12 @@ other. JAX is not started here, or this process would hold memory on every GPU."
 
 import json
 import os
-import socket
 import sys
 
 import pytest
 
 from tests.gpu import count_gpus
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 
 GPUS = count_gpus()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -33,9 +32,7 @@ BASE = [
 
 def train(folder, processes, *overrides):
     """`python -m mjax.train`, started as torchrun starts it; losses of its steps."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}

@@ -5,9 +5,11 @@ function as it is, so a new key is compared from its first day.
 """
 
 import itertools
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.base.stored import WEIGHTS
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.lora import LoraConfig
@@ -43,20 +45,18 @@ CHANGES = {
 }
 
 
-def require_same_model(
-    cfg: ModelConfig, of_weights: ModelConfig, may_differ: Collection[str] = ()
-) -> None:
-    """Raise `UserError` unless weights of the model `of_weights` mean the same in `cfg`.
+def require_same_model(cfg: ModelConfig, source: Source, may_differ: Collection[str] = ()) -> None:
+    """Raise `UserError` unless the weights of `source` mean the same in the model of `cfg`.
 
     `may_differ`: keys that are not compared.
     """
     for name in leaf_keys(ModelConfig):
-        ours, theirs = value_of(cfg, name), value_of(of_weights, name)
+        ours, theirs = value_of(cfg, name), value_of(source.cfg, name)
         if ours != theirs and name not in NOT_ARCHITECTURE and name not in may_differ:
             words = [f", or name {word} in checkpoint.init_changes" for word in CHANGES]
             allowed = [name in keys for keys in CHANGES.values()]
             raise UserError(
-                f"the weights to start from are of a model with {name}={theirs!r}, but this run "
+                f"{source.name} are of a model with {name}={theirs!r}, but this run "
                 f"has model.{name}={ours!r}; set it to {theirs!r}"
                 + next(itertools.compress(words, allowed), "")
             )
@@ -96,6 +96,40 @@ def require_continuation(cfg: Config, meta: dict, folder: Path) -> None:
                 f"back to {was!r} or choose another run.dir"
             )
     _require_same_sample(cfg, meta, folder)
+
+
+def require_same_arrays(
+    cfg: Config,
+    meta: dict,
+    folder: Path,
+    saved: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise `UserError` unless the step in `folder` holds the weights of this run, by their shapes.
+
+    Weights that an objective trains beside the model follow from keys of many groups, so those that
+    changed are named.
+    """
+    for name in sorted({*saved, *wanted}):
+        was, ours = (list(found.get(name, "")) or "none" for found in (saved, wanted))
+        if was != ours:
+            raise UserError(
+                f"checkpoint {folder} has weights {name}: {was}, this run: {ours}; "
+                f"{_changed_keys(cfg, meta)} or choose another run.dir"
+            )
+
+
+def _changed_keys(cfg: Config, meta: dict) -> str:
+    """Words that ask for the keys of an objective as they were."""
+    saved, current = meta["config"], json.loads(cfg.model_dump_json())
+    groups = "train.objective", "distill.", "preference.", "reinforce."
+    found = []
+    for key in leaf_keys(Config):
+        if key.startswith(groups):
+            was, ours = _saved_value(saved, key), _saved_value(current, key)
+            if was != ours:
+                found.append(f"{key} back to {was!r} (now {ours!r})")
+    return f"set {', '.join(found)}" if found else "give its teacher and its data as they were"
 
 
 def _require_same_sample(cfg: Config, meta: dict, folder: Path) -> None:

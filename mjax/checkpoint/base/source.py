@@ -32,13 +32,15 @@ class Source:
     """`read(path, index)` gives that part of a parameter in mjax's layout, in fp32 or in the dtype
     it is stored in; the rows that pad a vocabulary are zero. `check()` raises `UserError` for
     missing, extra or mis-shaped tensors, reading no weights. `has`: the parameters that there are;
-    None: all of the model's. `unread()` makes the side file of the tensors that the model lacks."""
+    None: all of the model's. `unread()` makes the side file of the tensors that the model lacks.
+    `name`: the weights, in a message on them."""
 
     cfg: ModelConfig
     read: Callable[[Path, Index], np.ndarray]
     check: Callable[[], None]
     has: frozenset[Path] | None = None
     unread: Callable[[], dict[str, bytes]] = dict
+    name: str = "the weights to start from"
 
 
 def flat(tree: dict) -> dict[Path, object]:

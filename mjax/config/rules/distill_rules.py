@@ -29,8 +29,6 @@ def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
         yield "`distill.hidden_layers`: `distill.stored` has no outputs of layers"
     if c.lora.rank:
         yield "`distill.hidden_layers` is not built with `lora.rank`"
-    if c.mesh.pp > 1:
-        yield "`distill.hidden_layers` is not built for the stages of `mesh.pp`"
     if not c.distill.hidden_losses:
         yield "`distill.hidden_layers` has no loss: `distill.hidden_losses` is empty"
     if max(c.distill.hidden_layers) >= c.model.num_hidden_layers:

@@ -276,12 +276,13 @@ def prediction_fits_sequence(c: Config) -> Iterator[str]:
         yield "`model.num_nextn_predict_layers` reaches beyond `data.seq_length`"
 
 
-@rule("lower the one or raise the other (model.bert.position_offset counts)")
+@rule("lower the one or raise the other")
 def seq_length_fits_positions(c: Config) -> Iterator[str]:
     m, length = c.model, max(c.data.seq_length, c.data.target_length or 0)
     is_bounded = m.position_embedding not in ("none", "relative") and m.architecture.reads_tokens
     if is_bounded and length + m.bert.position_offset > m.max_position_embeddings:
-        yield "`data.seq_length` exceeds `model.max_position_embeddings`"
+        offset = " with `model.bert.position_offset`" if m.bert.position_offset else ""
+        yield f"`data.seq_length`{offset} exceeds `model.max_position_embeddings`"
 
 
 MODEL_RULES = rules_of(globals())

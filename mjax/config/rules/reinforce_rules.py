@@ -3,10 +3,36 @@
 from collections.abc import Iterator
 
 from mjax.config.rules.rule import rule, rules_of
+from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 
 _WITHOUT_GROUPS = "reinforce_pp", "ppo"
 _NO_LIMITS = {"top_k": 0, "top_p": 1, "min_p": 0}
+
+
+_IN_BLOCKS = {"full", "window", "nope", "nope_window", "mlp"}  # branches
+
+
+def lacks_blocks(model: ModelConfig) -> str | None:
+    """The key of a model that blocks of tokens (`models/runtime/token_blocks.py`) lack, or None."""
+    has = {
+        "layer_pattern": not model.branches <= _IN_BLOCKS,
+        "position_embedding": model.position_embedding != "rope",
+        "rope.rope_scaling": getattr(model.rope.rope_scaling, "rope_type", None) == "longrope",
+        "attention.attention_sinks": model.attention.attention_sinks,
+        "attention.attention_dropout": model.attention.attention_dropout > 0,
+        "hidden_dropout": model.hidden_dropout > 0,
+        "embedding_multiplier": model.embedding_multiplier is not None,
+        "num_nextn_predict_layers": model.num_nextn_predict_layers > 0,
+        "num_labels": bool(model.num_labels),
+    }
+    return next((name for name, found in has.items() if found), None)
+
+
+def trains_in_blocks(c: Config) -> bool:
+    """Whether a policy's forward pass is in the batch-invariant mode of its engine."""
+    is_policy = c.train.objective == "policy" or ":" in c.train.objective
+    return is_policy and bool(c.reinforce.engine.get("batch_invariant"))
 
 
 def draws_answers(c: Config) -> bool:
@@ -62,10 +88,46 @@ def corrections_see_all_words(c: Config) -> Iterator[str]:
         yield "`reinforce.correction`: `reinforce.sampling` cuts words off that the trainer rates"
 
 
+@rule("give whole numbers of 1 or more, and true or false")
+def engines_have_whole_sizes(c: Config) -> Iterator[str]:
+    invariant = c.reinforce.engine.get("batch_invariant", False)
+    if type(invariant) is not bool:
+        yield f"`reinforce.engine`: batch_invariant is {invariant!r}"
+    for name in ("devices", "dp", "tp", "pp", "ep"):
+        size = c.reinforce.engine.get(name, 1)
+        if type(size) is not int or size < 1:
+            yield f"`reinforce.engine`: {name} is {size!r}"
+
+
 @rule("set mesh.pp=1")
 def critics_have_no_pipeline(c: Config) -> Iterator[str]:
     if c.mesh.pp > 1 and c.reinforce.loss_type == "ppo" and not c.data.mock:
         yield "`mesh.pp`: the critic of `reinforce.loss_type` needs a mesh without pipeline"
+
+
+@rule("leave batch_invariant out of reinforce.engine, or change the key")
+def invariant_steps_are_built(c: Config) -> Iterator[str]:
+    if not trains_in_blocks(c):
+        return
+    engine, mesh, limits = c.reinforce.engine, c.mesh, _NO_LIMITS.items()
+    has = {
+        "reinforce.sampling": any(c.reinforce.sampling.get(n, v) != v for n, v in limits),
+        "precision.compute": c.precision.compute == "float16",
+        "precision.fp8": c.precision.fp8 != "none",
+        "precision.weights": c.precision.weights != "plain",
+        "data.shared_prefixes": c.data.shared_prefixes,
+        "train.neftune_alpha": c.train.neftune_alpha > 0,
+        "lora.rank": c.lora.rank > 0,
+    }
+    has |= {f"mesh.{axis}": getattr(mesh, axis) > 1 for axis in ("pp", "ep", "cp", "tp")}
+    lacking = lacks_blocks(c.model)
+    keys = [] if lacking is None else [f"model.{lacking}"]
+    keys += [name for name, found in has.items() if found]
+    for key in keys:
+        yield f"`{key}`: trainer and engine are not built to agree to the bit with it"
+    plain = {"weight_dtype": None, "cache_dtype": None, "tp": 1, "pp": 1, "ep": 1}
+    for name in [name for name, value in plain.items() if engine.get(name, value) != value]:
+        yield f"`reinforce.engine`: {name} is not built to agree with the trainer to the bit"
 
 
 REINFORCE_RULES = rules_of(globals())

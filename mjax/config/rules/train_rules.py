@@ -6,11 +6,13 @@ are Megatron-LM's (`num_microbatches_calculator.py`, `optimizer_param_scheduler.
 
 from collections.abc import Iterator
 
-from mjax.config.languages.layer_pattern import stream_of
+from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.languages.remat import not_kept, remat_policies
 from mjax.config.rules.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
+
+EIGHT_BIT_SIDE = 128  # heads of attention in 8 bits; rows are multiples of it
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
@@ -68,13 +70,6 @@ def adapters_start_on_given_weights(c: Config) -> Iterator[str]:
 def adapters_freeze_all_else(c: Config) -> Iterator[str]:
     if c.lora.rank and c.train.freeze:
         yield "`lora.rank` freezes all that it does not train, so `train.freeze` would add nothing"
-
-
-@rule("set lora.dropout=0")
-def adapters_drop_out_in_one_stream(c: Config) -> Iterator[str]:
-    streams = sorted({stream_of(kind) for kind in c.model.layer_kinds})
-    if c.lora.dropout and len(streams) > 1:
-        yield f"`lora.dropout` is not built for models of several streams ({', '.join(streams)})"
 
 
 @rule("lower min_lr")
@@ -205,6 +200,32 @@ def fp8_dispatch_rounds_once(c: Config) -> Iterator[str]:
         yield "`precision.fp8_dispatch`: experts of `precision.fp8` would round tokens once more"
 
 
+# Limits of cuDNN's kernel as jax and XLA call it (docs/train/precision.md, "Attention").
+@rule("change it, or set precision.fp8_attention=false", every_size=True)
+def fp8_attention_fits(c: Config) -> Iterator[str]:
+    if not c.precision.fp8_attention:
+        return
+    lacks = "`precision.fp8_attention`: cuDNN has no 8-bit attention"
+    if c.data.document_mask:
+        yield f"{lacks} within documents (`data.document_mask`)"
+    if c.mesh.cp != 1:
+        yield f"{lacks} to keys that come in blocks (`mesh.cp`)"
+    if c.train.attention in ("mosaic", "triton"):
+        yield f"{lacks} of ours (`train.attention`)"
+    for word in sorted(c.model.branches):
+        branch = BRANCHES[word]
+        plain = branch.group == "attention" and branch.mask == "causal" and not branch.windowed
+        if branch.has_heads and not plain:
+            yield f"{lacks} of {word} blocks (`model.layer_pattern`)"
+    for reason in not_for_cudnn(c):
+        if reason.startswith("model."):
+            yield f"{lacks} with {reason}"
+    if c.model.attention.head_dim != EIGHT_BIT_SIDE:
+        yield f"{lacks} with heads other than {EIGHT_BIT_SIDE} (`model.attention.head_dim`)"
+    if c.data.seq_length % EIGHT_BIT_SIDE:
+        yield f"{lacks} where `data.seq_length` is no multiple of {EIGHT_BIT_SIDE}"
+
+
 @rule("lower it or set precision.fp8=none")
 def fp8_layers_left(c: Config) -> Iterator[str]:
     if sum(c.precision.fp8_left_out) >= c.model.num_hidden_layers:
@@ -235,6 +256,8 @@ def fp16_without_fp8(c: Config) -> Iterator[str]:
         )
     if c.precision.compute == "float16" and c.precision.fp8_dispatch:
         yield "`precision.fp8_dispatch` may round up beyond the range of `precision.compute`"
+    if c.precision.compute == "float16" and c.precision.fp8_attention:
+        yield "`precision.fp8_attention` is not built for `precision.compute`"
 
 
 @rule("set precision.params=float32 or precision.compute=bfloat16")

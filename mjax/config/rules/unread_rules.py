@@ -84,6 +84,10 @@ def _objective(keys: str, *names: str) -> Need:
     return Need(keys, "train.objective", " or ".join(names), holds)
 
 
+def _has_heads(c: Config) -> bool:
+    return any(BRANCHES[word].has_heads for word in c.model.branches)
+
+
 def _has_kv_heads(c: Config) -> bool:
     branches = (BRANCHES[word] for word in c.model.branches)
     has_others = any("attention.num_key_value_heads" in branch.sizes for branch in branches)
@@ -132,6 +136,11 @@ def _corrects(c: Config) -> bool:
     return c.reinforce.correction != "none"
 
 
+def _rounds_beside(c: Config) -> bool:
+    """Whether something but weights is rounded to 8 bits."""
+    return c.precision.fp8_dispatch or c.precision.fp8_attention
+
+
 def _names_optax(c: Config) -> bool:
     return c.optimizer.name.startswith(PREFIX)
 
@@ -159,6 +168,7 @@ NEEDS = (
     _branches("model.deltanet", "deltanet"),
     _branches(f"model.moe: {_OF_EXPERTS}", "experts"),
     _branches("precision.fp8_dispatch", "experts"),
+    Need("precision.fp8_attention", _PATTERN, "attention", _has_heads),
     _branches("model.audio", "audio"),
     _branches("checkpoint.init_audio", "audio"),
     _branches("model.decoder_start_token_id", "cross"),
@@ -173,7 +183,7 @@ NEEDS = (
         f"model.attention: {_OF_HEADS} qk_norm_all_heads",
         _PATTERN,
         "attention",
-        lambda c: any(BRANCHES[word].has_heads for word in c.model.branches),
+        _has_heads,
     ),
     Need("model.attention.num_key_value_heads", _PATTERN, "heads that mla lacks", _has_kv_heads),
     _value(
@@ -380,8 +390,8 @@ NEEDS = (
     Need(
         "precision.fp8_evaluation",
         "precision.fp8",
-        "a recipe, or precision.fp8_dispatch",
-        lambda c: c.precision.fp8 != "none" or c.precision.fp8_dispatch,
+        "a recipe, or precision.fp8_dispatch or fp8_attention",
+        lambda c: c.precision.fp8 != "none" or _rounds_beside(c),
     ),
     _of_recipes("fp8_backend", "current", "delayed"),
     _of_recipes("fp8_amax_history", "delayed"),

@@ -5,6 +5,7 @@ has the class of each name.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from mjax.config.languages.layer_pattern import (
     sees_ahead,
     stream_of,
 )
+from mjax.errors import UserError
 
 if TYPE_CHECKING:
     from mjax.config.schema.model import ModelConfig
@@ -84,6 +86,20 @@ class Architecture:
     def compares(self) -> bool:
         """Whether images and texts are embedded apart, and compared."""
         return self.predicts == "pairs"
+
+
+_READERS = {
+    TARGET: "target is for encoder-decoders, which need it: the tokens that the decoder reads",
+    NEIGHBORS: "neighbors are for RETRO (R), which needs them: the texts that were retrieved for "
+    "each chunk",
+}
+
+
+def require_inputs(model: "ModelConfig", given: Mapping[str, object]) -> None:
+    """Raise `UserError` where a call lacks an input that a model needs, or the reverse."""
+    for name, reason in _READERS.items():
+        if (name in given) != (name in model.architecture.reads):
+            raise UserError(f"model.layer_pattern={model.layer_pattern}: {reason}")
 
 
 _OBJECTIVES = {

@@ -1,5 +1,7 @@
 """The base of all groups of the config."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -13,3 +15,8 @@ class Group(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Name what differs from the defaults: all keys would fill a page of a notebook."""
+        fields = type(self).model_fields
+        return [(k, v) for k, v in super().__repr_args__() if k and v != fields[k].default]

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+
+GroupT = TypeVar("GroupT", bound=BaseModel)
 
 
 def is_group(kind: object) -> bool:
@@ -49,12 +51,17 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(values: Mapping[str, Any], message: str) -> ModelConfig:
-    """The model of nested values. Raises `UserError` where one is wrong.
+    """The model of nested values, as `checked` gives it."""
+    return checked(ModelConfig, values, message)
+
+
+def checked(kind: type[GroupT], values: Mapping[str, Any], message: str) -> GroupT:
+    """Nested values as a group. Raises `UserError` where one is wrong.
 
     {key}, {value} and {why} in its message are what is wrong first.
     """
     try:
-        return ModelConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as e:
         first = e.errors()[0]
         key, value = ".".join(map(str, first["loc"])), repr(first["input"])

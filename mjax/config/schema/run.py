@@ -423,10 +423,9 @@ class PrecisionConfig(Group):
     """Numbers that matmuls of layers read: weights in 4 bits, as `mjax quantize` writes them."""
     fp8: Fp8 = "none"
     """Layers multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; or by
-    those of blocks (block128 on Hopper; mxfp8, and nvfp4 of 4 bits, which are emulated)."""
+    those of blocks (block128 on Hopper; mxfp8, and nvfp4 of 4 bits, on Blackwell)."""
     fp8_rules: list[RecipeRule] = []
-    """Other recipes for some weights: [[pattern, recipe], ..] of roles or dotted names, * for
-    anything; the first that fits counts."""
+    """Other recipes for some weights: [[pattern, recipe], ..]; the first that fits counts."""
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     """Format of gradients in block128 and mxfp8; hybrid: E5M2. Others have their own."""
     fp8_scales: Literal["power_of_two", "free", "floor"] = "power_of_two"
@@ -434,9 +433,9 @@ class PrecisionConfig(Group):
     fp8_block: int | None = Field(None, ge=1)
     """Side of the blocks of block128, if not 128."""
     fp8_emulate: bool = False
-    """Let GPUs multiply rounded blocks in plain JAX, which is slow; Hopper's block128 too."""
+    """Let GPUs multiply rounded blocks in plain JAX, which is slow, also where they have better."""
     fp8_evaluation: bool = True
-    """Evaluate with the recipe and fp8_dispatch; false: in `compute`."""
+    """Evaluate with the recipe, fp8_dispatch and fp8_attention; false: in `compute`."""
     fp8_backend: Literal["xla", "te"] = "xla"
     """Code that rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
     fp8_amax_history: int = Field(1024, ge=1)
@@ -446,8 +445,9 @@ class PrecisionConfig(Group):
     fp8_experts: bool = False
     """Round experts, too; else they are left in `compute`."""
     fp8_dispatch: bool = False
-    """Round the tokens that experts read to E4M3, by a power of two for each 1 x 128, on any mesh.
-    So they travel to experts as bytes; sums back and gradients both ways travel in `compute`."""
+    """Experts read tokens in E4M3, scaled by 1 x 128, which so travel to them as bytes."""
+    fp8_attention: bool = False
+    """Attention multiplies in E4M3 in the forward pass: causal, without masks of documents."""
 
     @property
     def fp8_left_out(self) -> tuple[int, int]:

@@ -30,9 +30,8 @@ def cached_arrays(
     `key` is JSON data that determines them; it is kept beside the arrays. Raises `UserError` if
     the entry is missing and `folder` cannot be written.
     """
-    description = json.dumps({"version": CACHE_VERSION, **key}, indent=1, sort_keys=True)
-    digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
-    entry = Path(folder) / digest
+    description = _description(key)
+    entry = entry_of(folder, key)
     if not entry.is_dir():
         arrays = build()
         with or_user_error(
@@ -44,6 +43,16 @@ def cached_arrays(
     wrong = f"{entry}: damaged index cache ({{reason}}): delete this folder"
     with or_user_error(wrong, (OSError, ValueError, EOFError)):
         return [np.asarray(np.load(file, mmap_mode="r")) for file in files], files
+
+
+def entry_of(folder: str | os.PathLike, key: dict) -> Path:
+    """The folder of the arrays of a key in `folder`; it is there if they are."""
+    digest = hashlib.blake2b(_description(key).encode(), digest_size=16)
+    return Path(folder) / digest.hexdigest()
+
+
+def _description(key: dict) -> str:
+    return json.dumps({"version": CACHE_VERSION, **key}, indent=1, sort_keys=True)
 
 
 def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:

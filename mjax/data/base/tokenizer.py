@@ -100,6 +100,11 @@ class Tokenizer:
         return text or (piece or "").replace("▁", "")  # that alone is a space
 
     @functools.cached_property
+    def decode_one(self) -> Callable[[int], str]:
+        """`decode` of one id, kept for the next time."""
+        return functools.lru_cache(2**17)(lambda id: self.decode([id]))
+
+    @functools.cached_property
     def inside(self) -> "Tokenizer | None":
         """The tokenizer for parts of a text, which puts no space before them and takes none away.
 

@@ -190,25 +190,25 @@ class GPTDataset:
 
         A sample is a few pieces, one per sequence it touches. One call fetches all pieces.
         """
-        self._watch.check()
         b, s = len(indices), self.seq_length
-        k = self.shuffle_index[np.asarray(indices, np.int64)].astype(np.int64)
-        first, offset = self.sample_index[k].T.astype(np.int64)
-        last, end = self.sample_index[k + 1].T.astype(np.int64)
-        n = last - first + 1  # pieces per sample
-        tail = np.cumsum(n) - 1  # the number of each sample's last piece
-        head = tail - n + 1
-        sequence = self.document_index[np.arange(n.sum()) + np.repeat(first - head, n)]
-        begin = np.zeros(len(sequence), np.int64)
-        begin[head] = offset
-        stop = self.dataset.lengths[sequence].astype(np.int64)
-        stop[tail] = end + 1
-        size = stop - begin
-        start = np.cumsum(size) - size  # where each piece lands in the flat batch
-        text = self.dataset.gather(self.dataset.offsets[sequence] + begin, size)
-        text = text.reshape(b, s + 1)
-        if self.vocab_size is not None:
-            self.dataset.require_ids(text, self.vocab_size)
+        with self._watch.holds():
+            k = self.shuffle_index[np.asarray(indices, np.int64)].astype(np.int64)
+            first, offset = self.sample_index[k].T.astype(np.int64)
+            last, end = self.sample_index[k + 1].T.astype(np.int64)
+            n = last - first + 1  # pieces per sample
+            tail = np.cumsum(n) - 1  # the number of each sample's last piece
+            head = tail - n + 1
+            sequence = self.document_index[np.arange(n.sum()) + np.repeat(first - head, n)]
+            begin = np.zeros(len(sequence), np.int64)
+            begin[head] = offset
+            stop = self.dataset.lengths[sequence].astype(np.int64)
+            stop[tail] = end + 1
+            size = stop - begin
+            start = np.cumsum(size) - size  # where each piece lands in the flat batch
+            text = self.dataset.gather(self.dataset.offsets[sequence] + begin, size)
+            text = text.reshape(b, s + 1)
+            if self.vocab_size is not None:
+                self.dataset.require_ids(text, self.vocab_size)
         if self.fim is not None:
             text, size, n = self._filled(indices, text, size, n)
             head = np.cumsum(n) - n

@@ -10,14 +10,15 @@ a complete pair or nothing. Source: Megatron-LM `indexed_dataset.py`.
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from mjax.config.languages.paths import is_address
-from mjax.data.base.object_store import address_of
+from mjax.data.base.object_store import address_of, require_unchanged
 from mjax.data.corpus.stored_tokens import StoredTokens, copied_index
 from mjax.errors import UserError, or_user_error
 
@@ -56,6 +57,16 @@ class Watch:
                     f"{path}: changed while it was in use, from {known[0]} bytes to {now[0]}; put "
                     "the file back as it was and start again"
                 )
+
+    @contextmanager
+    def holds(self) -> Iterator[None]:
+        """Check before a read, and again where it fails: a change meanwhile is then the cause."""
+        self.check()
+        try:
+            yield
+        except (UserError, OSError, IndexError, ValueError):
+            self.check()
+            raise
 
 
 class IndexedDataset:
@@ -144,6 +155,10 @@ class IndexedDataset:
         info = np.iinfo(self.dtype)
         over = info.max >= vocab_size and ids.max(initial=0) >= vocab_size
         if over or (info.min < 0 and ids.min(initial=0) < 0):
+            if self.stored is None:
+                self._watch.check()
+            else:
+                require_unchanged(self.stored.object)
             bad = int(ids.max() if over else ids.min())
             raise UserError(
                 f"{self.bin_path}: holds token id {bad}, outside the vocabulary of {vocab_size}: "
@@ -166,12 +181,10 @@ class IndexedDataset:
         width = self.dtype.itemsize
         if self.stored is not None:
             return np.frombuffer(self.stored.read(begin * width, size * width), self.dtype)
-        self._watch.check()
         tokens = np.empty(size.sum(), self.dtype)
         raw, at = memoryview(tokens.view(np.uint8)), 0
-        with or_user_error(
-            f"{self.bin_path}: cannot be read: {{reason}}; mend the disk or copy the file"
-        ):
+        wrong = f"{self.bin_path}: cannot be read: {{reason}}; mend the disk or copy the file"
+        with self._watch.holds(), or_user_error(wrong):
             pieces = zip((begin * width).tolist(), (size * width).tolist(), strict=True)
             with open(self.bin_path, "rb", buffering=0) as file:
                 for start, count in pieces:

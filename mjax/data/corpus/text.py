@@ -76,7 +76,12 @@ def prepare_text(
                 _rebuild(settings, folder, trained_with)
     tokenizer = load_tokenizer(spec)
     require_tokenizer(data.tokenizer, tokenizer, trained_with)
-    return TextCorpus(str(folder / "corpus"), spec, tokenizer.vocab_size)
+    return TextCorpus(prepared_prefix(run_dir), spec, tokenizer.vocab_size)
+
+
+def prepared_prefix(run_dir: str | os.PathLike) -> str:
+    """The prefix of the corpus that `prepare_text` has made for a run, whatever its text is now."""
+    return str(Path(run_dir) / "data" / "corpus")
 
 
 def require_tokenizer(name: str, tokenizer: Tokenizer, digest: str | None) -> None:

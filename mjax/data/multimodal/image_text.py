@@ -73,6 +73,11 @@ class TokenizedSample:
         lists = *self.items.values(), self.videos
         return self.name, *(item.name for items in lists for item in items)
 
+    @property
+    def prompt(self) -> int:
+        """The number of ids before its first answer."""
+        return self.is_answer.index(True)
+
 
 class ImageTextDataset:
     """`size` samples (None: an epoch), a text each, padded to `data.seq_length`.
@@ -116,6 +121,13 @@ class ImageTextDataset:
 
     def __len__(self) -> int:
         return self.size
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a text, and padding; 0: videos have frames that nobody has counted."""
+        if any(line.videos for line in self.lines):
+            return 0
+        return 1 + max(len(line.items.get("vision", ())) for line in self.lines)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked."""

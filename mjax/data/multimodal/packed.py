@@ -64,6 +64,12 @@ class PackedTexts:
         """The most texts of a row, and padding."""
         return 1 + max(map(len, self.rows))
 
+    @property
+    def max_images(self) -> int:
+        """The most images of a row, and padding."""
+        counts = [len(line.items.get("vision", ())) for line in self.texts.lines]
+        return 1 + max(sum(counts[n] for n in row) for row in self.rows)
+
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """The files of rows `indices`, with what is wrong with them, if anything."""
         chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]

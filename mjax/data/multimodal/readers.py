@@ -91,11 +91,11 @@ class ImageReader:
 
     library, extra = "PIL", "vision"
 
-    def __init__(self, cfg: Config, skipped: Skipped):
+    def __init__(self, cfg: Config, skipped: Skipped | None = None):
         wrong = f"data.images needs {{reason}}; install mjax[{self.extra}]"
         with or_user_error(wrong, ImportError):
             importlib.import_module(self.library)
-        self.cfg, self.skipped = cfg, skipped
+        self.cfg, self.skipped = cfg, skipped or Skipped("", "valid", 0, 0)
 
     @property
     def decode(self) -> Decode:

@@ -120,15 +120,15 @@ class SentenceDataset:
 
     def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[SentenceSource]:
         """Yield the sentences and draws of samples `indices`; one call reads all their text."""
-        self._watch.check()
-        numbers = np.asarray(indices, np.int64)
-        first, last, target = self.sample_index[numbers].T.astype(np.int64)
         data = self.dataset
-        begin = data.offsets[first]
-        end = data.offsets[last - 1] + data.lengths[last - 1]
-        sizes = end - begin
-        text = data.gather(begin, sizes).astype(np.int32)
-        data.require_ids(text, self.vocab_size)
+        with self._watch.holds():
+            numbers = np.asarray(indices, np.int64)
+            first, last, target = self.sample_index[numbers].T.astype(np.int64)
+            begin = data.offsets[first]
+            end = data.offsets[last - 1] + data.lengths[last - 1]
+            sizes = end - begin
+            text = data.gather(begin, sizes).astype(np.int32)
+            data.require_ids(text, self.vocab_size)
         borders = np.cumsum(sizes)[:-1]
         texts = np.split(text, borders)
         for row, number in enumerate(numbers.tolist()):

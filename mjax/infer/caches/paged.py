@@ -5,20 +5,24 @@ The pools are arrays [pages, ..] of PAGE tokens a page; page 0 takes what paddin
 bring the places of theirs (`PagedTokens`), so a pool knows no row.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mjax.errors import UserError
 from mjax.kernels.attention.paged import paged_attention, write_pages
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.models.attention.calls import IN_ORDER
+from mjax.models.attention.documents import IN_PAGE, attend_in_order
 from mjax.models.base.branch import CacheSpec
 from mjax.models.base.context import PagedTokens
 
-PAGE = 64  # tokens of a page
+PAGE = IN_PAGE  # tokens of a page: of as many the batch-invariant mode makes a sum
 FP8 = "float8_e4m3fn"
 
 
@@ -57,6 +61,16 @@ class PagedKeysValues(NamedTuple):
         self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: PagedTokens
     ) -> jax.Array:
         """Attention of new tokens q [B, S, N, H] to their rows up to themselves, [B, S, N, H]."""
+        if call.implementation == IN_ORDER:
+            # A table of one page would be no choice for the loop over pages.
+            tables, lengths = jnp.pad(new.rows.tables, ((0, 0), (0, 1))), new.rows.lengths
+
+            def read(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+                pages = tables[:, number]
+                return self.keys[pages], self.values[pages]
+
+            page = self.keys.shape[2]
+            return attend_in_order(q[:, 0], read, lengths, page, call)[:, None]
         scales = None
         if self.key_scales is not None:
             scales = self.key_scales, self.value_scales
@@ -132,23 +146,32 @@ class PagedExperts(NamedTuple):
 def experts_in_pages(caches: Sequence, pages: Sequence[int], first: int) -> jax.Array:
     """The experts of the tokens in pages of a lane, int16 [W * PAGE, L, k], on one of its devices.
 
-    first: the number of the lane's page 0 among those of all lanes, whose pools are of one process.
+    In several processes it is on all devices, and every process must call.
+    first: the number of the lane's page 0 among those of all lanes.
     """
     held = jax.tree.leaves(caches, is_leaf=lambda cache: isinstance(cache, PagedExperts))
-    pools = []
-    for cache in held:
-        if isinstance(cache, PagedExperts):
-            shards = cache.experts.addressable_shards
-            pools.append(next(s.data for s in shards if (s.index[0].start or 0) == first))
-    found = _of_pages(pools, np.array(pages, np.int32))
+    pools = [cache.experts for cache in held if isinstance(cache, PagedExperts)]
+    where, numbers = None, np.array(pages, np.int32)
+    if pools[0].is_fully_addressable:
+        pools = [_shard_from(pool, first) for pool in pools]
+    else:
+        where, numbers = pools[0].sharding.update(spec=PartitionSpec()), numbers + first
+    found = _of_pages(where)(pools, numbers)
     found.copy_to_host_async()
     return found
 
 
-@jax.jit
-def _of_pages(pools: list[jax.Array], pages: jax.Array) -> jax.Array:
-    found = jnp.stack([pool[pages] for pool in pools], 2)
-    return found.reshape(-1, *found.shape[2:])
+def _shard_from(pool: jax.Array, first: int) -> jax.Array:
+    return next(s.data for s in pool.addressable_shards if (s.index[0].start or 0) == first)
+
+
+@functools.cache
+def _of_pages(where: NamedSharding | None) -> Callable[..., jax.Array]:
+    def of_pages(pools: list[jax.Array], pages: jax.Array) -> jax.Array:
+        found = jnp.stack([pool[pages] for pool in pools], 2)
+        return found.reshape(-1, *found.shape[2:])
+
+    return jax.jit(of_pages, out_shardings=where)
 
 
 def _flat_tokens(x: jax.Array) -> jax.Array:

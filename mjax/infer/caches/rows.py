@@ -38,6 +38,21 @@ def prefilled_tokens(row: RowFields, shape: tuple[int, int], page: int) -> Token
     return _facts_of_tokens(row, rows, shape, ends[-1:], None, page)
 
 
+def each_a_row(found: Tokens) -> Tokens:
+    """Facts about the tokens of a step as rows of one token each, [T, 1]."""
+    new, count = found.new, found.positions.size
+    of_token, position = tokens_of_rows(new.rows, count)
+    starts = jnp.arange(count + 1, dtype=jnp.int32)
+    tables = new.rows.tables[of_token]
+    slots = new.slots[of_token]
+    rows = PagedRows(tables, position + 1, starts)
+    each = PagedTokens(rows, slots, new.pages, new.places, None, 1)
+    adapters = None if found.adapters is None else found.adapters.reshape(-1, 1)
+    positions = found.positions.reshape(-1, 1)
+    facts = tokens_of((count, 1), positions, jnp.ones_like(positions))
+    return replace(facts, new=each, adapters=adapters)
+
+
 def last_places(new: PagedTokens) -> jax.Array:
     """The flat places of rows' last tokens in a step of prefill, int32 [R]."""
     return jnp.maximum(new.rows.starts[1:] - 1, 0)

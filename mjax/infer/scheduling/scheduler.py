@@ -217,7 +217,8 @@ class Scheduler:
                 sequence.computed += 1
             else:
                 sequence.flying -= 1
-            self._publish(sequence)
+            if len(sequence.tokens) // self.pool.page > sequence.published:
+                self._publish(sequence)
 
     def plan(self) -> Plan:
         """Returns the next step's work, counted as launched. It is empty if nothing can run."""

@@ -53,8 +53,8 @@ def stages_for(cfg: ModelConfig, pp: int) -> Layout | None:
     kinds = cfg.layer_kinds
     if pp > len(kinds):
         raise UserError(
-            f"mesh.pp={pp} (LLM: pipeline_parallel_size): the model has {len(kinds)} layers, and "
-            "each stage needs one; take fewer stages"
+            f"{pp} stages of layers (pp or pipeline_parallel_size): the model has {len(kinds)} "
+            "layers, and each stage needs one; take fewer stages"
         )
     return make_layout(kinds, pp)
 

@@ -68,7 +68,7 @@ def whisper_source(folder: Path, cfg: ModelConfig) -> Source:
     family = Family.of("WhisperModel", name_of=lambda cfg, name: prefix + _whisper_name(cfg, name))
     parts = unflatten_dict(mine)
     source = hf_source(folder, cfg, parts, slots(cfg, parts, family), has_more=True)
-    return replace(source, has=frozenset(mine))
+    return replace(source, has=frozenset(mine), name=f"the weights in {folder}")
 
 
 def _is_of_encoder(path: tuple[str, ...]) -> bool:

@@ -1,5 +1,6 @@
 """A run of Megatron-LM as a run folder of ours, which resumes with the next sample."""
 
+import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 from mjax.checkpoint.base.new_folder import new_folder
 from mjax.checkpoint.weights import StatePart, write_step
 from mjax.config.load import dump
+from mjax.config.schema.keys import checked
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, or_user_error
 from mjax.interop.megatron.optimizer_state import iteration_of, optimizer_state
@@ -17,6 +19,8 @@ from mjax.interop.megatron.saved_arguments import Args
 from mjax.interop.megatron.stored.torch_dist import TorchDist
 from mjax.models import definition_of
 from mjax.optim.schedule import consumed_samples
+
+log = logging.getLogger(__name__)
 
 
 def config_of_run(folder: str | Path) -> tuple[dict, list[str]]:
@@ -38,7 +42,10 @@ def _other_types(store: TorchDist) -> AbstractContextManager:
 
 
 def import_run(folder: Path, out: Path) -> str:
-    """Write the run folder `out` with a checkpoint of weights and optimizer; returns a line."""
+    """Write the run folder `out` with a checkpoint of weights and optimizer; returns a line.
+
+    Warns of what the arguments say that has no key.
+    """
     (store, _), model = opened_model(folder), megatron_source(folder)
     model.check()
     state = optimizer_state(store, model.cfg, model)
@@ -47,7 +54,7 @@ def import_run(folder: Path, out: Path) -> str:
     if lost := [line for line in lines if line.startswith("opt_param_scheduler")]:
         raise UserError(f"{store.where_common}: {lost[0]}; import without --with-optimizer")
     groups["run"] = groups.get("run", {}) | {"dir": str(out)}
-    cfg = validated_config(groups, f"{store.where_common}: the arguments give")
+    cfg = checked(Config, groups, f"{store.where_common}: the arguments give {{key}}: {{why}}")
     step = iteration_of(store)
     samples = consumed_samples(cfg.train, step)
     with _other_types(store):
@@ -68,16 +75,6 @@ def import_run(folder: Path, out: Path) -> str:
     with new_folder(out) as temporary:
         write_step(temporary / "checkpoints" / str(step), parts, record, None, numbers)
         (temporary / "config.yaml").write_text(dump(cfg), encoding="utf-8")
-    return f"{out}: step {step}, {samples:,} samples; goes on with config {out}/config.yaml"
-
-
-def validated_config(groups: dict, wrong: str) -> Config:
-    """A config of `groups`; `UserError`: `wrong`, the key and what it should be."""
-    from pydantic import ValidationError
-
-    try:
-        return Config.model_validate(groups)
-    except ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{wrong} {key}: {first['msg']}") from e
+    for line in lines:
+        log.warning("%s: %s", store.where_common, line)
+    return f"{out}: step {step}, {samples:,} samples; mjax train --config {out}/config.yaml goes on"

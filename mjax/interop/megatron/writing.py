@@ -240,7 +240,7 @@ class _Writer:
             return
         step = max(1, ROWS_BYTES // max(1, 4 * math.prod(inner)))
         for start in range(0, rows, step):
-            box = (slice(start, min(start + step, rows)), *map(slice, inner))
+            box = (slice(start, min(start + step, rows)), *(slice(0, n) for n in inner))
             shape = (box[0].stop - start, *inner)
             yield start, shape, partial(_read_as, part, first.path, box)
 
@@ -251,7 +251,7 @@ class _Writer:
             _, layout = place_of(piece.path, self.cfg)
             lead = leading_axes(spec)
             inner = spec.shape[lead:]
-            index = (*(slice(i, i + 1) for i in piece.at), *map(slice, inner))
+            index = (*(slice(i, i + 1) for i in piece.at), *(slice(0, n) for n in inner))
             ours = part.source.read(piece.path, index).reshape(inner)
             sizes = sizes_at(piece.path, self.cfg)
             _put_in_place(out, ours, layout, sizes, piece)
@@ -332,7 +332,7 @@ def _compare_leaf(
     folder: Path, back: Source, part: WrittenPart, path: Leaf, spec: ParamSpec
 ) -> None:
     """Compare a parameter, one that is stacked layer by layer."""
-    boxes = [tuple(map(slice, spec.shape))]
+    boxes = [tuple(slice(0, n) for n in spec.shape)]
     if leading_axes(spec):
         rest = boxes[0][1:]
         boxes = [(slice(i, i + 1), *rest) for i in range(spec.shape[0])]

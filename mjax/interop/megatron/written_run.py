@@ -13,12 +13,11 @@ from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import WEIGHTS, StoredArrays, read_record
 from mjax.checkpoint.weights import stored_source
-from mjax.config.schema.keys import value_of
+from mjax.config.schema.keys import checked, value_of
 from mjax.config.schema.run import Config, OptimizerConfig
 from mjax.errors import UserError
 from mjax.interop.megatron.optimizer_state import trained_paths
 from mjax.interop.megatron.run_arguments import DECAYS, FLAGS
-from mjax.interop.megatron.run_folder import validated_config
 from mjax.models import definition_of
 from mjax.optim.schedule import consumed_samples, rates_of_step
 
@@ -118,7 +117,8 @@ def run_to_write(path: str, apart: bool) -> WrittenRun:
     step = newest_step(Path(path))
     if step is None or (record := read_record(step)).get("contents") == WEIGHTS:
         raise UserError(f"{path} holds no optimizer; give a run, or leave out --with-optimizer")
-    cfg = validated_config(record["config"], f"{step}: this mjax does not read its config:")
+    wrong = f"{step}: this mjax does not read its config: {{key}}: {{why}}"
+    cfg = checked(Config, record["config"], wrong)
     fields = OptimizerConfig.model_fields
     wrong = [key for key in _AT_DEFAULT if value_of(cfg.optimizer, key) != fields[key].default]
     if wrong or cfg.lora.rank:

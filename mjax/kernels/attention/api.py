@@ -24,6 +24,7 @@ from mjax.kernels.attention.cudnn import (
     document_offsets,
     row_lengths,
 )
+from mjax.kernels.attention.eight_bits import attention_in_8_bits
 from mjax.kernels.attention.relative_bias import relative_bias
 from mjax.kernels.attention.shared_prefix import shared_prefix_attention
 from mjax.kernels.attention.short import SeenRows, require_short, short_attention
@@ -50,6 +51,8 @@ def attention(
     lacks a feature.
     """
     call = resolve(call, q, v, arrays)
+    if call.eight_bits:
+        return attention_in_8_bits(q, k, v, call)
     if call.implementation == "xla":
         return _reference(q, k, v, call, arrays)
     require(call, q, v, arrays)
@@ -122,7 +125,11 @@ def resolve(
     facts = {"call": call, "sinks": arrays.sinks is not None, "value_size": v.shape[-1]}
     facts["by_blocks"] = by_blocks
     facts["relative"] = arrays.relative is not None
-    choice = choose("attention", q.dtype, q.shape, **facts)
+    choice = choose(call.op, q.dtype, q.shape, **facts)
+    if arrays.is_packed(call) and call.max_documents == 0 and choice.name == "cudnn":
+        facts["call"] = replace(call, max_documents=q.shape[1])  # each token may be a document
+        if (bounded := choose(call.op, q.dtype, q.shape, **facts)).name == "mosaic":
+            choice = bounded
     return replace(call, implementation=choice.name)
 
 
@@ -139,8 +146,8 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
     refuse_masks_but(("causal", "full", "cross"), call, "cuDNN attention")
     if call.mask == "full" and call.window is not None:
         raise UserError(
-            "model.layer_pattern: cuDNN attention has no windows to both sides (W); "
-            "set train.attention=auto or xla"
+            "model.layer_pattern: cuDNN attention has no windows to both sides (W, "
+            "vision_window); set train.attention=auto or xla"
         )
     if call.shared and call.window is not None:
         raise UserError(

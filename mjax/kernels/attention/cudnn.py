@@ -62,6 +62,27 @@ def bind_backward(q, k, v, bias, packing, out, lse, d_out, call):
     return bind(q, k, v, *sides, lse, out, d_out, **options)[: 3 if bias is None else 4]
 
 
+def bind_forward_8_bits(
+    operands: tuple[jax.Array, ...], scales: tuple[jax.Array | float, ...], call: AttentionCall
+) -> tuple[jax.Array, jax.Array]:
+    """(out, fp32 log-sum-exp [B, N, S]) of q, k, v in E4M3, which cannot be differentiated.
+
+    `scales` of q, k, v, of softmax's weights and of the output, which is in E4M3, too: XLA takes no
+    other. The weights are scaled before the sum over keys is divided by their own.
+    """
+    fused = _fused_ops()
+    q, k, v, weights, out = (jnp.full((1, 1, 1, 1), s, jnp.float32) for s in scales)
+    made, _, _, lse = fused._dot_product_attention_fp8_fwd_p_wrapper.bind(
+        *operands,
+        *(1 / q, 1 / k, 1 / v, 1 / weights, weights, out),
+        scale=call.scale,
+        use_causal_mask=call.mask == "causal",
+        layout=fused.AttentionLayout.BTNH.value,
+        is_training=True,
+    )
+    return made, lse
+
+
 @functools.cache
 def _fused_ops():
     """JAX's private module of cuDNN attention, whose backward can be told to be deterministic.

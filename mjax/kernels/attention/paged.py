@@ -98,6 +98,7 @@ def paged_attention(
     """
     assert call.mask == "causal" and call.dropout == 0, "a cache is for causal rows, not training"
     assert (values is None) == (value_size is not None), "values are in one place"
+    assert values is not None or scales is None, "latent caches have no scales"
     assert each is None or len(q) == each * len(rows.lengths), "each row has as many tokens"
     facts = {"call": call, "value_size": value_size or values.shape[-1], "page": keys.shape[2]}
     if choose("paged_attention", q.dtype, q.shape, **facts).name == "xla":
@@ -209,7 +210,10 @@ def tile_for(arrays: PagedArrays, each: int | None) -> PagedTile:
         return PagedTile(queries, 32, 4 if queries == 16 else 8, 2 if queries == 64 else 3)
     if each is None:
         return PagedTile(queries, min(64, page), 8, 3 if width <= 128 else 2)
-    return PagedTile(queries, min(64 if width <= 128 else 32, page), 4, 3)
+    keys = min(64 if width <= 128 else 32, page)
+    if arrays.scales is not None and queries == 16:  # a page has half the bytes: more are loaded
+        return PagedTile(queries, keys, 2, 4)
+    return PagedTile(queries, keys, 4, 3)
 
 
 def splits_for(arrays: PagedArrays, each: int) -> Splits:
@@ -308,7 +312,7 @@ def _kernel_constants(arrays: PagedArrays, call: AttentionCall, each: int | None
         EACH=each or 0,
         KV_HEADS=kv_heads,
         GROUP=arrays.group,
-        H=power_of_2(size),
+        H=max(power_of_2(size), 32 if arrays.scales else 16),  # half of them is a side of a product
         WIDTH=channels,
         TAIL=channels - size,
         PAGE=page,

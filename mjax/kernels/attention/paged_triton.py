@@ -1,9 +1,9 @@
 """Attention to pages as Triton kernels; `paged.py` calls them and says what their arrays are.
 
 Exponentials are to base 2. Scores, sums and log-sum-exps are fp32; products read operands of the
-queries' dtype, or fp16 beside pages of 8 bits. A tile of queries is packed: number m of a row and
-kv head is head m % GROUP of the row's new token m // GROUP. So keys are read once for all heads
-that share them.
+queries' dtype, or fp16 beside pages of 8 bits, even and odd channels apart. A tile of queries is
+packed: number m of a row and kv head is head m % GROUP of the row's new token m // GROUP. So keys
+are read once for all heads that share them.
 
 WIDTH: channels of keys. Values have as many, but for a TAIL: then attention is latent, and the
 first H channels of keys are the values. H: a power of 2, no less than the channels of values.
@@ -67,11 +67,11 @@ def attend_to_pages(
     within, position = packed < new * GROUP, length - new + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     place = (start + packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head
-    query, tail, size = _queries(q, keys, place, within, H, WIDTH, TAIL)
+    queries = _queries(q, keys, place, within, H, WIDTH, TAIL)
     sink = tl.load(sinks + head * SINKS, within, other=NEVER) * LOG2E
     for split in tl.range(first + walker, last, WALKERS):
         mean, total = _walk(
-            query, tail, size, position, tl.where(split == first, sink, NEVER), tables + row * M,
+            queries, position, tl.where(split == first, sink, NEVER), tables + row * M,
             _keys_of_tile(length, new, tile, split, GROUP, WINDOW, SPLIT, QUERIES, KEYS),
             keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, WIDTH, TAIL,
             PAGE, SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
@@ -180,35 +180,74 @@ def _tile_of(x, rows, is_there, FIRST, COUNT, WIDTH):
 
 @triton.jit
 def _queries(q, keys, place, within, H, WIDTH, TAIL):
-    """Both parts of a tile of queries; without a tail, the first twice. And their magnitudes.
+    """Tiles of queries: [first part, tail], each of even and of odd channels. And magnitudes.
 
-    Keys of 8 bits are exact in fp16, and a GPU takes one instruction for two. So their queries are
-    fp16, divided by their magnitudes, which keeps more bits than bf16 has.
+    Without a tail it is the first part, and beside keys that are no pairs of codes odd is even.
+    Codes are exact in fp16. So their queries are fp16, divided by their magnitudes, which keeps
+    more bits than bf16 has.
     """
-    at, mask = _tile_of(q, place, within, 0, H, WIDTH)
-    query = tl.load(at, mask, other=0.0)
-    tail, size = query, 1.0
+    EACH: tl.constexpr = 2 if keys.dtype.element_ty == tl.float8e4nv else 1
+    even = _channels_of(q, place, within, 0, H, WIDTH, EACH, 0)
+    odd, even_tail, odd_tail, size = even, even, even, 1.0
     if TAIL:
-        at, mask = _tile_of(q, place, within, H, TAIL, WIDTH)
-        tail = tl.load(at, mask, other=0.0)
-    if keys.dtype.element_ty == tl.float8e4nv:
-        size = tl.max(tl.abs(query.to(tl.float32)), 1)
+        even_tail = _channels_of(q, place, within, H, TAIL, WIDTH, EACH, 0)
+    if EACH == 2:
+        odd, odd_tail = _channels_of(q, place, within, 0, H, WIDTH, 2, 1), odd
+        size = tl.maximum(_largest_of_rows(even), _largest_of_rows(odd))
         if TAIL:
-            size = tl.maximum(size, tl.max(tl.abs(tail.to(tl.float32)), 1))
+            odd_tail = _channels_of(q, place, within, H, TAIL, WIDTH, 2, 1)
+            size = tl.maximum(
+                size, tl.maximum(_largest_of_rows(even_tail), _largest_of_rows(odd_tail))
+            )
         size = tl.where(size > 0, size, 1.0)[:, None]
-        query, tail = (query / size).to(tl.float16), (tail / size).to(tl.float16)
-    return query, tail, size
+        even, odd = (even / size).to(tl.float16), (odd / size).to(tl.float16)
+        even_tail = (even_tail / size).to(tl.float16)
+        odd_tail = (odd_tail / size).to(tl.float16)
+    return even, odd, even_tail, odd_tail, size
+
+
+@triton.jit
+def _channels_of(q, place, within, FIRST, COUNT, WIDTH, EACH, WHICH):
+    """All channels of a tile of queries, or each second from `WHICH` on."""
+    channel = FIRST + WHICH + EACH * tl.arange(0, COUNT // EACH)[None]
+    mask = within[:, None] & (channel < WIDTH)
+    return tl.load(q + (place[:, None] * WIDTH + channel), mask, other=0.0)
+
+
+@triton.jit
+def _largest_of_rows(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
 @triton.jit
 def _channels(x, first, is_there, like, FIRST, COUNT, WIDTH):
-    """A tile of tokens from `first` on, as `_tile_of` says, in the dtype of `like`.
+    """A tile of tokens from `first` on, of even and of odd channels, in the dtype of `like`.
 
     Slots after a row's last may hold NaN, of which zero times is NaN: they are read as zeros.
+    A tensor core wants the values of two tokens in a register, and what turns them so moves pairs
+    of bytes. So codes are read in pairs.
     """
     token = tl.arange(0, is_there.shape[0])
-    at, mask = _tile_of(x + first * WIDTH, token, is_there, FIRST, COUNT, WIDTH)
-    return tl.load(at, mask, other=0.0).to(like.dtype)
+    if x.dtype.element_ty == tl.float8e4nv:
+        pairs = x.to(tl.pointer_type(tl.int16), bitcast=True) + first * (WIDTH // 2)
+        at, mask = _tile_of(pairs, token, is_there, FIRST // 2, COUNT // 2, WIDTH // 2)
+        codes = tl.load(at, mask, other=0)
+        even, odd = half_of_codes(codes, "low"), half_of_codes(codes, "high")
+    else:
+        at, mask = _tile_of(x + first * WIDTH, token, is_there, FIRST, COUNT, WIDTH)
+        even = tl.load(at, mask, other=0.0).to(like.dtype)
+        odd = even
+    return even, odd
+
+
+@triton.jit
+def half_of_codes(codes, HALF: tl.constexpr):
+    """The lower ("low") or upper ("high") bytes, e4m3, of int16 as fp16, exactly."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $1, 0, 0x3120; mov.b32 {low, high}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, " + HALF + "; }",
+        "=r,r", [codes], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -220,41 +259,40 @@ def _unseen_hidden(scores, slot, position, WINDOW):
 
 
 @triton.jit
-def _add_scaled(mean, weights, value, scale):
-    """The mean and values weighted; weights are at most 1 in fp16, whatever the scales are."""
-    largest = tl.maximum(tl.max(scale, 0), LEAST_SCALE)
-    weights = weights * (scale / largest)[None]
-    return mean + tl.dot(weights.to(value.dtype), value) * largest
-
-
-@triton.jit
 def _walk(
-    query, tail, size, position, sink, table, ends,
+    queries, position, sink, table, ends,
     keys, values, key_scales, value_scales, kv_head, KV_HEADS, H, WIDTH, TAIL,
     PAGE, SCALE, SOFTCAP, WINDOW, KEYS, STAGES,
 ):  # fmt: skip
     """(the mean of values, the log-sum-exp of scores) of keys between `ends`.
 
-    A tile lies in one page, which is asked for a turn early.
+    A tile lies in one page, which is asked for a turn early. Weights are at most 1 in fp16,
+    whatever the scales of values are.
     """
-    SCALED: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     factor: tl.constexpr = SCALE if SOFTCAP == 0 else 1.0  # a cap is on scaled scores
+    even_query, odd_query, even_tail, odd_tail, size = queries
     begin, end, whole = ends
     top = tl.maximum(sink, LOWEST)
     total = tl.exp2(sink - top)
-    mean = tl.zeros([query.shape[0], H], tl.float32)
+    mean = tl.zeros([even_query.shape[0], H // 2 if PAIRS else H], tl.float32)
+    odd_mean = mean
     page = tl.load(table + begin // PAGE, begin < end, other=0)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         slot = start + tl.arange(0, KEYS)
         there = slot < end
         first = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + start % PAGE
         page = tl.load(table + (start + KEYS) // PAGE, start + KEYS < end, other=0)
-        key = _channels(keys, first, there, query, 0, H, WIDTH)
-        scores = tl.dot(query, tl.trans(key))
+        even, odd = _channels(keys, first, there, even_query, 0, H, WIDTH)
+        scores = tl.dot(even_query, tl.trans(even))
+        if PAIRS:
+            scores = tl.dot(odd_query, tl.trans(odd), scores)
         if TAIL:
-            rest = _channels(keys, first, there, query, H, TAIL, WIDTH)
-            scores = tl.dot(tail, tl.trans(rest), scores)
-        if SCALED:
+            even_rest, odd_rest = _channels(keys, first, there, even_query, H, TAIL, WIDTH)
+            scores = tl.dot(even_tail, tl.trans(even_rest), scores)
+            if PAIRS:
+                scores = tl.dot(odd_tail, tl.trans(odd_rest), scores)
+        if PAIRS:
             scores *= tl.load(key_scales + first + slot - start, there, other=0.0)[None] * size
         if SOFTCAP != 0:
             power = tl.exp2(scores * (2 * SCALE / SOFTCAP * LOG2E))
@@ -262,14 +300,18 @@ def _walk(
         if WINDOW or start + KEYS > whole:
             scores = _unseen_hidden(scores, slot, position, WINDOW)
         weights, left, top, total = softmax_step(scores, top, total, factor)
-        value = key
         if TAIL == 0:
-            value = _channels(values, first, there, query, 0, H, WIDTH)
+            even, odd = _channels(values, first, there, even_query, 0, H, WIDTH)
         mean *= left[:, None]
-        if SCALED:
+        if PAIRS:
             scale = tl.load(value_scales + first + slot - start, there, other=0.0)
-            mean = _add_scaled(mean, weights, value, scale)
+            largest = tl.maximum(tl.max(scale, 0), LEAST_SCALE)
+            weights = (weights * (scale / largest)[None]).to(tl.float16)
+            mean += tl.dot(weights, even) * largest
+            odd_mean = odd_mean * left[:, None] + tl.dot(weights, odd) * largest
         else:
-            mean = tl.dot(weights.to(query.dtype), value, mean)
+            mean = tl.dot(weights.to(even.dtype), even, mean)
+    if PAIRS:
+        mean = tl.interleave(mean, odd_mean)
     total = tl.where(total > 0, total, 1.0)
     return mean / total[:, None], top + tl.log2(total)

@@ -5,13 +5,17 @@ attention reads besides queries, keys and values. Everything that computes atten
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from mjax.config.rules.train_rules import EIGHT_BIT_SIDE
 from mjax.errors import UserError
+
+if TYPE_CHECKING:  # it imports this module
+    from mjax.kernels.base.chooser import Inputs
 
 MASKS = ("causal", "full", "prefix", "cross")
 
@@ -34,9 +38,11 @@ class AttentionCall:
     max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
         promises that every sequence is one segment.
     padded: promises that every sequence is one document, and then maybe padding.
-    implementation: auto, xla, cudnn, mosaic or triton, as `train.attention`.
+    implementation: auto, xla, cudnn, mosaic or triton, as `train.attention`; of caches perhaps
+        in_order (`models/attention/documents.py`).
     deterministic: whether the program is `run.deterministic`.
     shared: whether segments may share a prefix (`AttentionArrays.shared`).
+    eight_bits: whether the forward multiplies in E4M3 (`attention/eight_bits.py`).
     """
 
     scale: float
@@ -50,6 +56,7 @@ class AttentionCall:
     implementation: str = "auto"
     deterministic: bool = False
     shared: bool = False
+    eight_bits: bool = False
 
     def __post_init__(self) -> None:
         assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"
@@ -58,6 +65,11 @@ class AttentionCall:
                 f"model.attention.sliding_window: no window is built for a {self.mask!r} mask; "
                 "leave the window out"
             )
+
+    @property
+    def op(self) -> str:
+        """The operation whose rule in the chooser picks the implementation."""
+        return "attention_in_8_bits" if self.eight_bits else "attention"
 
 
 class SharedKeys(NamedTuple):
@@ -130,3 +142,45 @@ def refuse_masks_but(kinds: tuple[str, ...], call: AttentionCall, what: str) -> 
             f"attention with a {call.mask} mask: {what} has {', '.join(kinds)} only; "
             "set train.attention=xla"
         )
+
+
+def implementation_in_8_bits(
+    x: "Inputs",
+    *,
+    call: AttentionCall,
+    sinks: bool = False,
+    value_size: int | None = None,
+    relative: bool = False,
+    by_blocks: bool = False,
+) -> tuple[str, str]:
+    """(the implementation of a call in 8 bits of queries [B, S, N, H], and why).
+
+    A rule of the chooser, with the facts of "attention". Raises `UserError` for calls that cuDNN's
+    kernel lacks, also where plain JAX takes its place.
+    """
+    sizes = {x.shape[-1], value_size or x.shape[-1]}
+    extras = sinks or relative or by_blocks
+    masked = call.max_documents != 1 and not (call.padded and call.mask == "causal")
+    others = (call.window, call.softcap, call.dropout, call.shared) != (None, None, 0.0, False)
+    on_gpu = x.device.backend != "cpu"
+    fused = call.implementation == "cudnn" or (on_gpu and call.implementation == "auto")
+    lacks = {
+        "masks of documents": masked,
+        f"a {call.mask} mask": call.mask not in ("causal", "full"),
+        "windows, soft-caps, dropout, sinks, biases, shared prefixes or cp": extras or others,
+        f"heads other than {EIGHT_BIT_SIDE}": sizes != {EIGHT_BIT_SIDE},
+        f"rows of other than so many times {EIGHT_BIT_SIDE} tokens": x.shape[1] % EIGHT_BIT_SIDE,
+        f"train.attention={call.implementation}": call.implementation in ("mosaic", "triton"),
+        f"a kernel for precision.compute={x.dtype}": fused and x.dtype != jnp.bfloat16,
+        "a kernel for this GPU: it needs Hopper and jax >= 0.11": fused
+        and on_gpu
+        and not x.device.hopper,
+    }
+    for what, is_lacked in lacks.items():
+        if is_lacked:
+            raise UserError(
+                f"precision.fp8_attention: attention in 8 bits lacks {what}; set it to false"
+            )
+    if fused:
+        return "cudnn", "its forward multiplies in E4M3 (precision.fp8_attention)"
+    return "xla", "plain JAX rounds as cuDNN's 8-bit forward does (precision.fp8_attention)"

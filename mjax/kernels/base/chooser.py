@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.base.attention_call import AttentionCall
+from mjax.kernels.base.attention_call import AttentionCall, implementation_in_8_bits
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
 PAGED_HEADS = 16, 256  # paged attention: what sizes of heads are multiples of, and the largest
@@ -27,7 +27,6 @@ SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 MOST_SCRATCH = 2**32  # bytes: cuDNN keeps a gradient of all queries of a row for each document
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
-
 FEWEST = {  # elements of the widest input: with less, nothing is won
     "norm": 2**20,
     "gate": 2**20,
@@ -39,24 +38,19 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
 MOST_ELEMENTS = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
-
 CONV_TAPS = 4  # of our causal convolution: it holds as many tokens in registers
-
 SSD_CHANNELS = 64  # of a head that a program of the scan takes
 SSD_STATES = (64, 128)  # a larger one does not fit the registers
-
 DELTA_CHUNK = 64  # tokens whose systems our kernel solves
 DELTA_CHANNELS = 64  # of a head's values that a program takes
 DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
-
 ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an activation function
-
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+BLACKWELL = "10.0", "10.3"  # compute capabilities that multiply scaled blocks by cuDNN
 KERNEL_SIDE = 128  # of the blocks that our Hopper kernels round and multiply
 CHANNELS_ROWS, CHANNELS_INPUTS = 64, 128  # most rows of 8-bit weights' kernel; a tile of inputs
 EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-
 NO_FORKS = "our kernel starts no document from the state of a prefix (data.shared_prefixes)"
 NO_GPU = "there is no GPU"
 NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
@@ -65,11 +59,12 @@ NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
 @dataclass(frozen=True)
 class Device:
     """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it. triton:
-    whether triton and jax-triton are installed."""
+    whether triton and jax-triton are installed. blackwell: whether it multiplies scaled blocks."""
 
     backend: str
     hopper: bool = False
     triton: bool = True
+    blackwell: bool = False
 
 
 class Choice(NamedTuple):
@@ -92,7 +87,9 @@ _BELIEVED: ContextVar[Device | None] = ContextVar("believed", default=None)
 
 def this_device() -> Device:
     """The default device, or the one that `believed` names."""
-    return _BELIEVED.get() or Device(jax.default_backend(), on_hopper(), has_triton())
+    return _BELIEVED.get() or Device(
+        jax.default_backend(), on_hopper(), has_triton(), on_blackwell()
+    )
 
 
 @contextlib.contextmanager
@@ -107,10 +104,18 @@ def believed(device: Device) -> Iterator[None]:
 
 def on_hopper(device: jax.Device | None = None) -> bool:
     """Whether a device, or the default one, is a Hopper GPU, and jax can use Mosaic kernels."""
-    if jax.__version_info__ < (0, 11):
-        return False
+    return _capability(device) == "9.0"
+
+
+def on_blackwell(device: jax.Device | None = None) -> bool:
+    """Whether a device, or the default one, is a Blackwell GPU, and jax multiplies its blocks."""
+    return _capability(device) in BLACKWELL
+
+
+def _capability(device: jax.Device | None) -> str:
+    """The compute capability, or "" of other devices than GPUs and if jax is too old to use it."""
     device = jax.devices()[0] if device is None else device
-    return str(getattr(device, "compute_capability", "")) == "9.0"
+    return str(getattr(device, "compute_capability", "")) if jax.__version_info__ >= (0, 11) else ""
 
 
 @functools.cache
@@ -126,7 +131,7 @@ def choose(
 
     `device` is the default one unless given. `facts` are the keyword arguments of the op's rule.
     """
-    return RULES[op](Inputs(jnp.dtype(dtype), shape, device or this_device()), **facts)
+    return Choice(*RULES[op](Inputs(jnp.dtype(dtype), shape, device or this_device()), **facts))
 
 
 def _attention(
@@ -159,9 +164,7 @@ def _attention(
     lacks = short_attention_lacks(x.dtype, *sizes, call, x.device, row=row, **more)
     if call.window is not None and call.mask == "full":
         if lacks or by_blocks:
-            return Choice(
-                "xla", "no fused kernel has these windows to both sides; XLA takes blocks"
-            )
+            return Choice("xla", "no fused kernel has such windows to both sides; XLA takes blocks")
         return Choice("triton", "it takes the keys of windows to both sides only")
     is_short = x.shape[1] <= SHORT_ROWS.get(call.mask, 0)
     if is_short and not (has_several or by_blocks or lacks):
@@ -176,9 +179,8 @@ def _attention(
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
     scratch = 4 * math.prod(x.shape[:3]) * (x.shape[3] + 1) * call.max_documents
     if has_several and scratch > MOST_SCRATCH:
-        why = (
-            f"cuDNN's backward would take {scratch / 1e9:.0f} GB for {call.max_documents} documents"
-        )
+        cost = f"{scratch / 1e9:.0f} GB for {call.max_documents} documents"
+        why = f"cuDNN's backward would take {cost}"
         if not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
             return Choice("mosaic", why)
         if x.shape[1] < x.shape[3] * call.max_documents:  # scores take less
@@ -327,10 +329,14 @@ def _quantize(x: Inputs, *, backend: str) -> Choice:
     return _elementwise("quantize", x)
 
 
-def _block_matmul(x: Inputs, *, side: int, emulates: bool) -> Choice:
-    """The kernels that round [M, K] in blocks of so many, or multiply so, of sizes (M, K, N)."""
+def _block_matmul(x: Inputs, *, side: int, emulates: bool, scaled: bool = False) -> Choice:
+    """The kernels that round [M, K] in blocks, or multiply (M, K, N); scaled: MXFP8 or NVFP4."""
     if emulates:
         return Choice("xla", "precision.fp8_emulate asks for it")
+    if scaled and x.device.blackwell:
+        return Choice("cudnn", "tensor cores scale the blocks; XLA rounds them")
+    if scaled:
+        return Choice("xla", "tensor cores of Blackwell scale such blocks, no others")
     if not x.device.hopper:
         return Choice("xla", "our kernels need a Hopper GPU and jax >= 0.11")
     if not x.device.triton:
@@ -426,21 +432,15 @@ def _gated_delta(x: Inputs, *, width: int, chunk: int, forked: bool = False) -> 
     if chunk != DELTA_CHUNK:
         return Choice("xla", f"our kernels solve chunks of {DELTA_CHUNK} tokens, not {chunk}")
     if x.shape[-1] % DELTA_CHANNELS:
-        wanted = f"no multiple of {DELTA_CHANNELS} channels"
-        return Choice("xla", f"heads of {x.shape[-1]} are {wanted}")
+        return Choice("xla", f"heads of {x.shape[-1]} are no multiple of {DELTA_CHANNELS} channels")
     if width not in DELTA_KEYS:
         return Choice("xla", f"our kernels take keys of {DELTA_KEYS}, not {width}")
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
-def _adam_row(x: Inputs) -> Choice:
-    """The kernel for a layer's gradient, if the optimizer updates rows of stacks."""
-    return _on_gpu(x.device, "a row is updated where it lies")
-
-
-def _nf4(x: Inputs) -> Choice:
-    """The kernel that reads weights in 4 bits."""
-    return _on_gpu(x.device, "a magnitude is read once for its block")
+def _everywhere(x: Inputs, *, why: str) -> Choice:
+    """The kernel for any sizes, on any GPU."""
+    return _on_gpu(x.device, why)
 
 
 def _channels8(x: Inputs) -> Choice:
@@ -481,14 +481,15 @@ def _causal_conv(x: Inputs, *, taps: int, forked: bool = False) -> Choice:
 
 RULES = {
     "activated_matmul": _activated_matmul,
-    "adam_row": _adam_row,
+    "adam_row": functools.partial(_everywhere, why="a row is updated where it lies"),
     "attention": _attention,
+    "attention_in_8_bits": implementation_in_8_bits,
     "block_matmul": _block_matmul,
     "causal_conv": _causal_conv,
     "experts": _experts,
     "gated_delta": _gated_delta,
     "channels8": _channels8,
-    "nf4": _nf4,
+    "nf4": functools.partial(_everywhere, why="a magnitude is read once for its block"),
     "paged_attention": _paged_attention,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,

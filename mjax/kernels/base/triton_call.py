@@ -1,12 +1,16 @@
-"""A Triton kernel as a JAX function, through jax-triton.
+"""A Triton kernel as a JAX function, launched by XLA itself or by jax-triton.
 
 Kernels lie in modules of their own (`*_triton.py`). They import triton, so they are imported on
-use. jax-triton compiles a kernel to PTX when the program around it is lowered, once for each set of
-dtypes and constants, and XLA carries the PTX as a custom call. Neither needs a GPU, but jax-triton
-asks one for its compute capability (tests/aot tell it).
+use. A kernel is compiled to PTX when the program around it is lowered, once for each set of dtypes
+and constants, and XLA carries the PTX as a custom call. No GPU is needed, but one is asked for its
+compute capability (tests/aot tell it).
 
-XLA turns that PTX into machine code with the first ptxas on PATH, else that of /usr/local/cuda; it
-does not look at jax's own CUDA wheels there. Triton stamps PTX with the newest version that the
+The environment variable MJAX_TRITON_LAUNCH says who launches; it is read when a program is traced.
+With xla the PTX is a kernel of XLA's own (`triton_ptx.py`). With jax-triton, the default, XLA calls
+jax-triton's library.
+
+jax-triton turns PTX into machine code with the first ptxas on PATH, else that of /usr/local/cuda.
+It does not look at jax's own CUDA wheels there. Triton stamps PTX with the newest version that the
 ptxas in its own wheel reads. So both are set here: a version that every CUDA 13 reads, and a PATH
 that begins with the wheel's ptxas.
 """
@@ -20,14 +24,16 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
 
 from mjax.errors import UserError
+from mjax.kernels.base.triton_ptx import PTX_TARGET, PTX_VERSION, compile_kernel
 
-PTX_VERSION = 90  # 9.0, of CUDA 13.0
-FIRST_CUDA = (13, 0)  # whose ptxas reads it
+FIRST_CUDA = (13, 0)  # whose ptxas reads PTX_VERSION
 _INSTALLED = ("/usr/local/cuda/bin", "/opt/cuda/bin")  # where XLA looks after PATH
 
 
@@ -48,25 +54,78 @@ def triton_call(
     input to the output that takes its place in memory: a kernel writes to the input, and its
     parameter for the output may be None. Neither differentiation nor `vmap` passes through.
     """
+    given = tuple((aliases or {}).items()), tuple(constants.items())
+    call = KernelCall(kernel, tuple(outputs), programs, warps, *given)
+    with jax.named_scope(kernel.__name__):
+        if launched_by() == "xla":
+            return _kernel_p.bind(*inputs, call=call)
+        return _by_jax_triton(inputs, call)
+
+
+class KernelCall(NamedTuple):
+    """The arguments of `triton_call` but its inputs, hashable."""
+
+    kernel: Any
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    programs: int
+    warps: int
+    aliases: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+def launched_by() -> str:
+    """The name of what launches kernels: xla or jax-triton. Raises `UserError`."""
+    chosen = os.environ.get("MJAX_TRITON_LAUNCH", "jax-triton")
+    if chosen not in ("xla", "jax-triton"):
+        raise UserError(f"MJAX_TRITON_LAUNCH={chosen}: say xla or jax-triton")
+    return chosen
+
+
+def _by_jax_triton(inputs: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
     import jax_triton
 
     prefer_own_ptxas()
-    more = {"out_shape": list(outputs)}
+    more = {"out_shape": list(call.outputs)}
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # jax-triton >= 0.4
-        unpassed = [kernel.arg_names[len(inputs) + o] for o in (aliases or {}).values()]
+        unpassed = [call.kernel.arg_names[len(inputs) + o] for _, o in call.aliases]
         # fusion of multiplication and addition is said, for triton's default changes
         options = {"enable_fp_fusion": True, "ptx_version": PTX_VERSION}
-        more = {"out_type": list(outputs), "backend_options": options} | dict.fromkeys(unpassed)
-    with jax.named_scope(kernel.__name__):
-        return jax_triton.triton_call(
-            *inputs,
-            kernel=kernel,
-            grid=(programs,),
-            num_warps=warps,
-            input_output_aliases=aliases or {},
-            **more,
-            **constants,
-        )
+        more = {"out_type": list(call.outputs), "backend_options": options}
+        more |= dict.fromkeys(unpassed)
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=call.kernel,
+        grid=(call.programs,),
+        num_warps=call.warps,
+        input_output_aliases=dict(call.aliases),
+        **more,
+        **dict(call.constants),
+    )
+
+
+def _lowered(ctx: Any, *operands: Any, call: KernelCall) -> Sequence[Any]:
+    from jax_triton.triton_lib import triton_kernel_call_lib
+
+    arrays = [*ctx.avals_in, *ctx.avals_out]
+    named = [name for name in call.kernel.arg_names if name not in dict(call.constants)]
+    pointers = tuple((n, a.dtype.name) for n, a in zip(named, arrays, strict=True))
+    capability = triton_kernel_call_lib.get_compute_capability(0)
+    compiled = compile_kernel(call.kernel, pointers, call.constants, call.warps, capability)
+    config = compiled.launch(call.programs, len(operands), len(call.outputs))
+    # 2 is the version of calls whose attributes are one string
+    more = {"api_version": 2, "operand_output_aliases": dict(call.aliases)}
+    return jax.ffi.ffi_lowering(PTX_TARGET, backend_config=config, **more)(ctx, *operands)
+
+
+def _types_of_outputs(*_: Any, call: KernelCall) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray(output.shape, output.dtype) for output in call.outputs]
+
+
+_kernel_p = Primitive("triton_kernel_call")  # jax-triton's name of it, too
+_kernel_p.multiple_results = True
+_kernel_p.def_abstract_eval(_types_of_outputs)
+_kernel_p.def_impl(functools.partial(xla.apply_primitive, _kernel_p))
+mlir.register_lowering(_kernel_p, _lowered, platform="cuda")
 
 
 @functools.cache

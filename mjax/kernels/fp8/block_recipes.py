@@ -11,8 +11,8 @@ time from the unrounded tensor: along features for the forward product and the g
 input, along tokens for the gradient of the weight. A weight in square blocks is rounded once, one
 in rows of blocks twice. Weights travel in the dtype of the computation and are rounded by each
 matmul. Invariant: the rounding is that of the device which has such products; the products are
-those of the rounded numbers, in plain JAX, or for 128-blocks on Hopper by our kernels. Source:
-Transformer Engine 2.20 (common/recipe).
+those of the rounded numbers: in plain JAX, for 128-blocks on Hopper by our kernels, for the other
+two on Blackwell by cuDNN. Source: Transformer Engine 2.20 (common/recipe).
 """
 
 import logging
@@ -23,7 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import KERNEL_SIDE, Choice, choose, has_triton, on_hopper
+from mjax.kernels.base.chooser import (
+    KERNEL_SIDE,
+    Choice,
+    choose,
+    has_triton,
+    on_blackwell,
+    on_hopper,
+)
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import (
     FORMATS,
@@ -47,11 +54,15 @@ from mjax.kernels.fp8.four_bits import (
     tokens_of_gradient,
 )
 from mjax.kernels.fp8.quantize import amax_of, weight_amax
+from mjax.kernels.fp8.scaled_matmul import multiply_scaled
 from mjax.sharding.collectives import LOCAL, Parallel
 
 log = logging.getLogger(__name__)
 
 OperandRole = Literal["input", "weight", "gradient"]
+
+# How a recipe runs, by the kernel of its products.
+RUN_BY = {"xla": ", emulated", "mosaic": " by our kernels", "cudnn": " by cuDNN, rounded by XLA"}
 
 
 class TwoRoundings(NamedTuple):
@@ -239,8 +250,8 @@ class BlockScaled:
         return False
 
     def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
-        """The kernel that rounds a gradient [M, N] and its transpose."""
-        return Choice("xla", f"{self.name} is emulated")
+        """The kernel that rounds a gradient [M, N], or multiplies in sizes (M, K, N)."""
+        raise NotImplementedError(f"{self.name} has no kernels")
 
     def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
         """Raise `UserError` for a GPU, unless it may emulate; CPUs always do."""
@@ -252,11 +263,10 @@ class BlockScaled:
                 "than precision.fp8=none, or precision.fp8=delayed"
             )
         log.warning("precision.fp8: %s: rounded exactly, multiplied in plain JAX", self)
-        if self.scales == "floor":
-            log.warning("precision.fp8_scales=floor: training diverged so elsewhere (2506.08027)")
 
     def __str__(self) -> str:
-        return f"{self.name}, emulated"
+        whole = 1, self.side, self.side
+        return self.name + RUN_BY[self.gradient_kernel(jnp.dtype("bfloat16"), whole).name]
 
 
 @dataclass(frozen=True)
@@ -319,14 +329,46 @@ class Block128(BlockScaled):
             super().require(device, rounds_experts)
 
 
+class ScaledInHardware(BlockScaled):
+    """Blocks that the tensor cores of Blackwell scale."""
+
+    hardware: ClassVar[str] = "Blackwell of compute capability 10.0 or 10.3, and jax >= 0.11"
+
+    def _multiply(
+        self, a: Blocks, b: Blocks, dtype: jnp.dtype, total: jax.Array | None = None
+    ) -> jax.Array:
+        if self.gradient_kernel(dtype, (*a.values.shape, len(b.values))).name == "xla":
+            return super()._multiply(a, b, dtype, total)
+        made = multiply_scaled(a, b, dtype)
+        return made if total is None else total + made
+
+    def gradient_kernel(self, dtype: jnp.dtype, shape: tuple[int, ...]) -> Choice:
+        """The kernel that multiplies; XLA rounds."""
+        facts = {"side": self.side, "emulates": self.emulates, "scaled": True}
+        return choose("block_matmul", dtype, shape, **facts)
+
+    def require(self, device: jax.Device, rounds_experts: bool = False) -> None:
+        if self.emulates or not on_blackwell(device):
+            super().require(device, rounds_experts)
+        elif rounds_experts:
+            raise UserError(
+                f"precision.fp8_experts: cuDNN has no grouped products of {self.name}; set "
+                "precision.fp8_experts=false, or precision.fp8_emulate=true to multiply the "
+                "rounded numbers in plain JAX, slower than precision.fp8=none"
+            )
+        else:
+            log.warning("precision.fp8: %s: tested on CPUs, not yet run on a Blackwell GPU", self)
+        if self.scales == "floor":
+            log.warning("precision.fp8_scales=floor: training diverged so elsewhere (2506.08027)")
+
+
 @dataclass(frozen=True)
-class MxFp8(BlockScaled):
+class MxFp8(ScaledInHardware):
     """OCP's microscaling format, with scales rounded up unless `scales` is "floor"."""
 
     name: ClassVar[str] = "mxfp8"
     own_side: ClassVar[int] = 32
     square: ClassVar[bool] = False
-    hardware: ClassVar[str] = "Blackwell, and are not built"
 
     @property
     def _rule(self) -> ScaleRule:
@@ -334,13 +376,12 @@ class MxFp8(BlockScaled):
 
 
 @dataclass(frozen=True)
-class NvFp4(BlockScaled):
+class NvFp4(ScaledInHardware):
     """NVIDIA's four bits (`four_bits.py`); the tensor's scale is shared over tp."""
 
     name: ClassVar[str] = "nvfp4"
     own_side: ClassVar[int] = SIDE_OF_16
     square: ClassVar[bool] = True
-    hardware: ClassVar[str] = "Blackwell, and are not built"
     needs_places: ClassVar[bool] = True
 
     def round_input(

@@ -225,9 +225,14 @@ def multiply_blocks(
 
         zero = jnp.zeros((len(left), len(right)), jnp.float32)
         y, _ = lax.scan(add, zero, tuple(parts))
-    if a.amax is not None:
-        y = y * (a.amax * b.amax / (6.0 * 6.0 * 448.0 * 448.0))
-    return y.astype(dtype)
+    return divided_by_tensor_scales(y, a, b).astype(dtype)
+
+
+def divided_by_tensor_scales(y: jax.Array, a: Blocks, b: Blocks) -> jax.Array:
+    """The product y of a and b in fp32 without the scales of both tensors, if they have any."""
+    if a.amax is None:
+        return y
+    return y * (a.amax * b.amax / (6.0 * 6.0 * 448.0 * 448.0))
 
 
 def _parts_of_rows(x: jax.Array, size: int) -> jax.Array:

@@ -126,3 +126,14 @@ def gradient_of_scores(
 def finite_logits(z: jax.Array, real: jax.Array | None) -> jax.Array:
     """Logits with 0 at padding."""
     return z if real is None else jnp.where(real, z, 0.0)
+
+
+def below_largest(logits: jax.Array) -> jax.Array:
+    """Logits [T, V] less the largest of each token."""
+    return logits - logits.max(-1, keepdims=True)
+
+
+def log_prob_of(differences: jax.Array, token: jax.Array) -> jax.Array:
+    """Log-probabilities fp32 [T] of tokens, from differences to the largest logit of each."""
+    chosen = jnp.take_along_axis(differences, token[:, None], 1)[:, 0]
+    return chosen - jnp.log(jnp.exp(differences).sum(-1))

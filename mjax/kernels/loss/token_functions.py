@@ -90,3 +90,20 @@ def apply_function(
     (slopes,) = pull(jnp.ones_like(loss))
     assert "loss" not in statistics, f"{name_of(function)} has a statistic called loss"
     return jax.tree.map(masked, {"loss": loss, **statistics}), jax.tree.map(masked, slopes)
+
+
+def sums_by_scores(
+    function: TokenFunction, scores: TokenScores, fields: Fields, mask: jax.Array
+) -> dict[str, jax.Array]:
+    """Return the sums of `apply_function`, which are differentiated by the scores.
+
+    Tokens that do not count have a score of 0 here, which no gradient goes to: else an infinity
+    that a function makes of one would be a NaN in all gradients.
+    """
+    off = mask == 0
+    loss, found = function(
+        jax.tree.map(lambda score: jnp.where(off, 0, score.reshape(mask.shape)), scores), fields
+    )
+    assert "loss" not in found, f"{name_of(function)} has a statistic called loss"
+    terms = lax.stop_gradient(found) | {"loss": loss}
+    return {name: jnp.sum(jnp.where(off, 0, term * mask)) for name, term in terms.items()}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.vision import VisionConfig
 from mjax.kernels.base.attention_call import (
     AttentionArrays,
     AttentionCall,
@@ -13,23 +14,36 @@ from mjax.kernels.base.attention_call import (
 )
 from mjax.models.base.branch import BranchInputs
 
+IN_ORDER = "in_order"  # `AttentionCall.implementation` of caches (`documents.py`)
+
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
     """Describes the attention that a branch computes: its mask, scale and dropout."""
     ctx, branch = inputs.ctx, BRANCHES[inputs.word]
+    window = cfg.attention.sliding_window if branch.windowed else None
+    most = ctx.documents.most
+    # Windows are many and short: a bound on the distance is tighter than one on their number.
+    if branch.within == "windows":
+        window, most = patches_of_window(cfg.vision), 0
     return AttentionCall(
         scale=scale,
-        window=cfg.attention.sliding_window if branch.windowed else None,
+        window=window,
         softcap=cfg.attention.attn_logit_softcapping,
         mask=branch.mask,
         max_distance=cfg.relative.max_distance,
         dropout=cfg.attention.attention_dropout if ctx.training.dropout else 0.0,
-        max_documents=ctx.documents.most,
+        max_documents=most,
         padded=ctx.documents.padded,
         implementation=ctx.kernels.attention,
         deterministic=ctx.kernels.deterministic,
         shared=inputs.tokens.prefixes is not None and branch.mask == "causal",
+        eight_bits=ctx.training.rounds_attention,
     )
+
+
+def patches_of_window(vision: VisionConfig) -> int:
+    """The most patches of one window; they are adjacent in the row."""
+    return (vision.window_size // vision.patch_size) ** 2
 
 
 def attention_arrays(

@@ -111,7 +111,9 @@ class CrossAttention(Attention):
         """k, v [B, S, K', H] of the source's tokens, for this device's query heads."""
         weights = getattr(inputs.shared, self.source_norm)
         x = normed_source(source, weights, self.cfg, inputs.ctx)
-        (kv,) = column(x, (self.local_kv_weight(inputs.ctx.parallel),), inputs.ctx)
+        weight = self.local_kv_weight(inputs.ctx.parallel)
+        weight = weight.for_tokens(source.tokens, inputs.ctx)
+        (kv,) = column(x, (weight,), inputs.ctx)
         return self.biased(kv, inputs.ctx.parallel)
 
 

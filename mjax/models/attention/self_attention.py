@@ -17,7 +17,7 @@ from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.base.attention_call import AttentionCall
 from mjax.models.attention.caches import KeysValues
-from mjax.models.attention.calls import attention_arrays, attention_call
+from mjax.models.attention.calls import IN_ORDER, attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
 from mjax.models.attention.positions import apply_rope, pairs_apart, warmed
@@ -141,6 +141,8 @@ class Attention(BranchModule):
             out = context_attention(q, k, v, call, arrays, inputs.ctx)
         else:
             new = inputs.tokens.new
+            if call.implementation == IN_ORDER:
+                q, k, v = jax.lax.optimization_barrier((q, k, v))
             cache = cache.write(k, v, new)
             out = cache.attend(q, call, arrays, new)
         return (out if gate is None else out * jax.nn.sigmoid(gate)), cache

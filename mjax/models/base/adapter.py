@@ -6,7 +6,7 @@ other one is whole. So x a b is summed over devices together with x W, and an ad
 exchange. Invariant: with b = 0 the product is that of W, bit for bit.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -47,6 +47,11 @@ class InputDropout:
     rate: float = _without_leaves(0.0)
     parallel: Parallel = _without_leaves(LOCAL)
     cuts_inputs: bool = _without_leaves(False)
+
+    def at(self, rows: jax.Array, columns: jax.Array, parallel: Parallel) -> "InputDropout":
+        """The same for tokens at other places, on the mesh that cuts them."""
+        places = self.places._replace(rows=rows, columns=columns)
+        return replace(self, places=places, parallel=parallel)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [M, K] of all tokens, or of those of this tp device."""

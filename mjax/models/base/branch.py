@@ -119,6 +119,7 @@ class Workload:
     fp8, fp8_experts: whether matmuls, and those of experts, are in 8 bits.
     experts, expert_exchange: config keys of `train`.
     shared_prefixes: `data.shared_prefixes`.
+    rounds_dispatch: `precision.fp8_dispatch`.
     """
 
     dtype: str
@@ -130,6 +131,7 @@ class Workload:
     experts: str
     expert_exchange: str
     shared_prefixes: bool = False
+    rounds_dispatch: bool = False
 
 
 # [tokens, heads] that pass through memory: rotary embedding or biases of queries, keys and values.

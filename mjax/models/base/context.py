@@ -6,7 +6,7 @@ like it. Both default to an ordinary single-device forward pass.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ class Kernels:
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     measures_norms: whether norms find the largest magnitude of what they give, which scales it.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
+    blocks: what computes layers and heads in blocks of tokens (`models/runtime/token_blocks.py`),
+        or None.
     """
 
     attention: str = "auto"
@@ -38,6 +40,7 @@ class Kernels:
     permute: bool = True
     measures_norms: bool = False
     overlap_rows: int | None = None
+    blocks: Any = None
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,13 @@ class Documents:
     most: a bound on their number; 1 promises that every sequence is a single document, 0 that the
         number is unknown.
     padded: every sequence is one document, and then maybe padding.
+    images: a bound on the images of a packed tower's row; a frame of a video and the padding count
+        as one each. 0: the number is unknown.
     """
 
     most: int = 0
     padded: bool = False
+    images: int = 0
 
 
 PADDED_ROWS = Documents(most=2, padded=True)
@@ -65,7 +71,8 @@ class Training:
         Generation sees a part of a sequence at a time, and drops nothing.
     rounds_dispatch: whether experts read tokens in 8 bits (`precision.fp8_dispatch`): in
         evaluation as `precision.fp8_evaluation` says, in generation never.
-    neftune_alpha: of the noise on embeddings (`train.neftune_alpha`).
+    rounds_attention: the same of attention in 8 bits (`precision.fp8_attention`).
+    noise: what adds noise to embeddings (`models/embedding_noise.py`), or None.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     temperature: what logits are divided by in losses and scores of tokens.
     loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
@@ -76,7 +83,8 @@ class Training:
     dropout: bool = False
     capacity: bool = False
     rounds_dispatch: bool = False
-    neftune_alpha: float = 0.0
+    rounds_attention: bool = False
+    noise: Callable | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0
@@ -89,16 +97,20 @@ class Training:
 class Probe:
     """A look at activations.
 
-    layers: (layers, experts) of a model whose layers are looked at, or None
-        (`models/base/activation_statistics.py`).
-    outputs: the numbers of the layers whose outputs are kept (`models/runtime/layer_outputs.py`).
+    figures: what finds the figures of layers (`models/base/activation_statistics.py`), or None.
+    outputs: what keeps the outputs of layers (`models/runtime/layer_outputs.py`), or None.
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`infer/trace.py`).
     """
 
-    layers: tuple[int, int] | None = None
-    outputs: tuple[int, ...] = ()
+    figures: Any = None
+    outputs: Any = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
+
+    @property
+    def of_layers(self) -> list:
+        """The parts that see the input of the first layer, and the output of each."""
+        return [look for look in (self.outputs, self.figures) if look is not None]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mjax.config.languages.layer_pattern import DECODER, DEEPSTACK, stream_of, stream_read_by
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.branch import BranchInputs, BranchOutput, Source
-from mjax.models.base.context import PADDED_ROWS, Documents
+from mjax.models.base.context import PADDED_ROWS, Context, Documents
 from mjax.models.base.streams import Streams
 
 
@@ -25,10 +25,8 @@ def run_on_stream(
     if own not in x.activations:
         return BranchOutput(x)
     tokens, ctx = inputs.tokens, inputs.ctx.of(own)
-    # A row of another stream is one item and padding; an encoder's are texts.
-    if own != DECODER and not cfg.architecture.reads_target:
-        holds_several = own in cfg.modalities and cfg.tower(own).is_packed
-        ctx = replace(ctx, documents=Documents() if holds_several else PADDED_ROWS)
+    if own != DECODER and not cfg.architecture.reads_target:  # an encoder's are texts
+        ctx = replace(ctx, documents=documents_of_items(own, ctx, cfg))
     source = Source(x.activations.get(other), tokens.of(other))
     inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
     output = run(x.activations[own], inputs)
@@ -37,6 +35,12 @@ def run_on_stream(
         kept = deep_outputs(x.activations[DEEPSTACK], output.y, inputs.layer, cfg)
         streams = streams.with_stream(DEEPSTACK, kept)
     return output._replace(y=streams)
+
+
+def documents_of_items(stream: str, ctx: Context, cfg: ModelConfig) -> Documents:
+    """The content of a row of items: one item and padding, or several in a packed tower."""
+    is_packed = stream in cfg.modalities and cfg.tower(stream).is_packed
+    return Documents(ctx.documents.images) if is_packed else PADDED_ROWS
 
 
 def deep_outputs(

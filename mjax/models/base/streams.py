@@ -84,6 +84,13 @@ EXPERT_LOADS = "expert_loads"
 Statistics = dict[str, jax.Array]
 
 
+def add_found(statistics: Statistics, found: Statistics) -> Statistics:
+    """The sums of statistics with those that one layer found; others are left out."""
+    return {
+        name: total + found[name] if name in found else total for name, total in statistics.items()
+    }
+
+
 def split_loads(x: Activation, statistics: Statistics) -> tuple[Activation, Statistics]:
     """(the activation alone, the statistics with the loads that were beside it, if any)."""
     if not isinstance(x, WithLoads):

@@ -24,6 +24,7 @@ from mjax.kernels.fp8.four_bits import GradientPlaces
 from mjax.kernels.fp8.recipe import Recipe
 from mjax.kernels.nf4.values import Nf4
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
+from mjax.models.base.context import Context, Tokens
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -93,6 +94,18 @@ class Weight:
         take_b = take if adapter.scales is None else jax.vmap(take)
         adapter = replace(adapter, b=take_b(adapter.b), magnitude=length)
         return replace(self, value=value, adapter=adapter, places=places)
+
+    def for_tokens(self, tokens: Tokens, ctx: Context) -> "Weight":
+        """The weight for tokens of another stream than that of its layer.
+
+        Dropout of what its adapter reads is drawn by their places, on the mesh of their stream.
+        """
+        adapter = self.adapter
+        if adapter is None or adapter.dropout is None:
+            return self
+        dropout = adapter.dropout.at(tokens.rows, tokens.columns, ctx.parallel)
+        adapter = replace(adapter, dropout=dropout)
+        return replace(self, adapter=adapter)
 
 
 # A parameter as the model reads it: a matmul's weight, or a table, norm or bias.

@@ -15,7 +15,13 @@ from flax import nnx
 from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, token_sums
 from mjax.kernels.loss.divergence import Divergence, LogitSource, divergence_sums
 from mjax.kernels.loss.log_probs import TopLogProbs, token_scores, top_log_probs
-from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
+from mjax.kernels.loss.token_functions import (
+    Fields,
+    TokenFunction,
+    TokenScores,
+    reads_entropy,
+    sums_by_scores,
+)
 from mjax.models.base.context import Context, scaled
 from mjax.models.base.params import declare, declare_bias, normal, table
 from mjax.sharding.collectives import LOCAL, Parallel
@@ -81,6 +87,9 @@ class VocabularyHead:
         `fields` [B, S] are what it reads of each token. Other arguments are those of `head_loss`.
         """
         flat = {name: field.reshape(-1) for name, field in fields.items()}
+        if ctx.kernels.blocks is not None:
+            scores = self.token_scores(x, labels, ctx, entropy=reads_entropy(function))
+            return sums_by_scores(function, scores, flat, mask.reshape(-1))
         more = {"function": function, "fields": flat}
         return self._of_tokens(token_sums, self.normed(x), (labels, mask), ctx, **more)
 
@@ -121,7 +130,12 @@ class VocabularyHead:
         Results are equal on all tp devices, and differentiable.
         """
         found = self._of_tokens(token_scores, self.normed(x), (labels,), ctx, entropy=entropy)
-        return jax.tree.map(lambda scores: scores.reshape(labels.shape), found)
+        found = jax.tree.map(lambda scores: scores.reshape(labels.shape), found)
+        blocks = ctx.kernels.blocks
+        if blocks is not None and labels.ndim < x.ndim:
+            given = found.log_p, x, labels, ctx.training.temperature
+            found = found._replace(log_p=blocks.log_probs(self, *given))
+        return found
 
     def _of_tokens(
         self, compute: Callable, x: jax.Array, per_token: tuple, ctx: Context, **more: Any

@@ -67,10 +67,20 @@ def rows_per_peer(tokens: int, group: int, moe: MoeConfig) -> int:
     return min(rows, tokens)
 
 
+def bytes_of_token(width: int, dtype: jnp.dtype | str, rounds_dispatch: bool) -> float:
+    """The bytes of a token [width] in an exchange, the mean of the four of a step.
+
+    Two are in the forward and two in the backward; the first may send `bytes_of_tokens`.
+    """
+    plain = width * jnp.dtype(dtype).itemsize
+    first = width + width / DISPATCHED.side if rounds_dispatch else plain
+    return (first + 3 * plain) / 4
+
+
 def choose_expert_exchange(
     asked: str,
     tokens: int,
-    width: int,
+    width: float,
     group: int,
     moe: MoeConfig,
 ) -> Choice:
@@ -305,7 +315,7 @@ def route_of(
     group, (tokens, width) = group_size(ctx.parallel), x.shape
     if group == 1:
         return None
-    size = width * x.dtype.itemsize
+    size = bytes_of_token(width, x.dtype, ctx.training.rounds_dispatch)
     asked = ctx.kernels.expert_exchange
     if choose_expert_exchange(asked, tokens, size, group, moe).name == "all_gather":
         return None

@@ -13,7 +13,7 @@ def see_experts(
     layer: jax.Array | int,
     layers: int,
 ) -> dict[str, jax.Array]:
-    """The figures of a layer's router, as `nothing_seen` names them."""
+    """The figures of a layer's router, as `LayerFigures.nothing` names them."""
     entropy = jax.scipy.special.entr(routing.probs)
     of_tokens = jnp.ones(routing.probs.shape[:2], jnp.float32)
     tokens = routing.of_text(of_tokens).sum()

@@ -22,7 +22,7 @@ from mjax.models.base.tensor_parallel import local_product
 from mjax.models.base.weight import weight_of
 from mjax.models.feedforward.mlp import MLP, passes_of_activation, up_axes, up_names
 from mjax.models.moe.capacity import expert_capacity, within_capacity
-from mjax.models.moe.exchange import choose_expert_exchange, group_size
+from mjax.models.moe.exchange import bytes_of_token, choose_expert_exchange, group_size
 from mjax.models.moe.expert_statistics import see_experts
 from mjax.models.moe.experts import ExpertSums, ExpertWeights, run_experts
 from mjax.models.moe.router import (
@@ -196,7 +196,7 @@ class MoE(BranchModule):
         }
         found = {"experts": choose("experts", work.dtype, shape, **facts)}
         if group > 1:
-            width = cfg.expert_width * jnp.dtype(work.dtype).itemsize
+            width = bytes_of_token(cfg.expert_width, work.dtype, work.rounds_dispatch)
             sent = work.expert_exchange, tokens // parallel.tp, width, group
             found["tokens of experts"] = choose_expert_exchange(*sent, moe)
         return found
@@ -242,9 +242,9 @@ class MoE(BranchModule):
         if averages_layers(cfg):
             of_text = padding_marked(routing, inputs.tokens, parallel)
             statistics[EXPERT_LOADS] = expert_loads(of_text, cfg)
-        if inputs.ctx.probe.layers is not None:
-            layers, _ = inputs.ctx.probe.layers
-            statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
+        figures = inputs.ctx.probe.figures
+        if figures is not None:
+            statistics |= see_experts(routing, router.expert_bias, inputs.layer, figures.layers)
         return BranchOutput(y, statistics, cache)
 
     def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> ExpertSums:

@@ -55,7 +55,7 @@ class Execution:
     recipe: of 8-bit matmuls, or None. recipes: those of some weights, by names in the config.
     quantize_stored: whether weights are rounded to 8 bits where they are stored, so that ZeRO
         gathers bytes.
-    rounds_dispatch: `Training.rounds_dispatch` of the program.
+    rounds_dispatch, rounds_attention: those of the program's `Training`.
     weights: `precision.weights`, or None.
     compute, accumulate: dtypes of weights and activations, and of sums of gradients.
     offload: names of kept tensors that wait in host memory.
@@ -75,6 +75,7 @@ class Execution:
     recipes: tuple[tuple[str, Recipe], ...] = ()
     quantize_stored: bool = False
     rounds_dispatch: bool = False
+    rounds_attention: bool = False
     weights: str | None = None
     compute: str = "bfloat16"
     accumulate: str = "float32"

@@ -13,15 +13,12 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from mjax.config.languages.layer_pattern import stream_of
-from mjax.models.base.activation_statistics import nothing_seen, see_activations
 from mjax.models.base.adapter import TokenPlaces
 from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
-from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
+from mjax.models.base.streams import Activation, Statistics, add_found, join_loads, split_loads
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
-from mjax.models.runtime.gradient_places import with_gradient_places
-from mjax.models.runtime.layer_outputs import no_outputs, with_output
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
 
@@ -106,11 +103,10 @@ class Layers:
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
         statistics = {name: jnp.float32(0) for name in self.statistics}
-        if self.ctx.probe.layers is not None:
-            statistics |= nothing_seen(*self.ctx.probe.layers)
         ready = jnp.float32(0) if self.execution.overlap else None
         x, statistics = split_loads(x, statistics)
-        statistics |= no_outputs(x, self.ctx.probe.outputs)
+        for look in self.ctx.probe.of_layers:
+            statistics |= look.begin(x)
         carry = LayerCarry(x, statistics, ready)
         if not self.execution.loops:
             carry, caches = self._run_list(weights, carry, inputs, numbers, choices, caches)
@@ -186,16 +182,18 @@ class Layers:
         A layer takes its row of stacks by itself: of a row that a loop takes the backward would
         keep a copy.
         """
-        weights = call.weights
         if row is not None:
-            weights = jax.tree.map(lambda w: w[row], weights)
-        carry, weights = self.enter(plan, carry, weights)
+            call = call._replace(weights=jax.tree.map(lambda w: w[row], call.weights))
+        carry, weights = self.enter(plan, kind, carry, call)
         definition, parallel = self.blocks[plan.stack], self.ctx.of(stream_of(kind)).parallel
         places = self._token_places(definition.drops_out, kind, call)
         tokens = call.inputs.tokens.of(stream_of(kind))
         slots = None if tokens is None else tokens.adapters
-        facts = definition.specs, tokens, call.number, parallel
-        weights = with_gradient_places(weights, *facts)
+        blocks = self.ctx.kernels.blocks
+        if blocks is not None and call.cache is not None:
+            layer = definition, kind, weights
+            y, cache = blocks.layer_of_pages(layer, carry.x, tokens, call.cache)
+            return replace(carry, x=y), cache
         block = definition.bind(weights, parallel, places, slots)
         output = block(
             carry.x,
@@ -206,11 +204,12 @@ class Layers:
             layer=call.number,
             cache=call.cache,
         )
-        statistics = _add_found(carry.statistics, output.statistics)
-        statistics = with_output(statistics, output.y, call.number, self.ctx.probe.outputs)
-        if self.ctx.probe.layers is not None:
-            seen = see_activations(output.y, kind, call.number, self.ctx.probe.layers[0])
-            statistics = _add_found(statistics, seen)
+        if blocks is not None:
+            layer = definition, kind, weights
+            output = output._replace(y=blocks.layer_of_documents(layer, output.y, carry.x, tokens))
+        statistics = add_found(carry.statistics, output.statistics)
+        for look in self.ctx.probe.of_layers:
+            statistics = look.after_layer(statistics, output.y, kind, call.number)
         return replace(carry, x=output.y, statistics=statistics), output.cache
 
     def _token_places(self, drops: bool, kind: str, call: LayerCall) -> TokenPlaces | None:
@@ -222,19 +221,12 @@ class Layers:
         key = jax.random.fold_in(key, call.number)
         return TokenPlaces(key, tokens.rows, tokens.columns)
 
-    def enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
+    def enter(
+        self, plan: LayerPlan, kind: str, carry: LayerCarry, call: LayerCall
+    ) -> tuple[LayerCarry, dict]:
         """The input of a layer, and its weights as matmuls read them."""
-        return carry, weights
+        return carry, call.weights
 
     def one_of(self, plan: LayerPlan, layers: list[Callable]) -> LayerFunction:
         """A layer of several kinds, of f(carry, call) of each."""
         raise NotImplementedError("only a pipeline's chunk has layers of several kinds")
-
-
-def _add_found(
-    statistics: dict[str, jax.Array], found: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """The sums of statistics with those that one layer found; others are left out."""
-    return {
-        name: total + found[name] if name in found else total for name, total in statistics.items()
-    }

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from mjax.config.languages.layer_pattern import stream_of
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer
 from mjax.models.base.weight import WeightOrArray, is_weight, values_of, with_values, without_fp8
 from mjax.models.runtime.execution import LayerPlan
 from mjax.models.runtime.frozen import WeightParts, join_frozen, split_frozen_layer
+from mjax.models.runtime.gradient_places import with_gradient_places
 from mjax.models.runtime.run import LayerCall, LayerCarry, LayerFunction, Layers
 from mjax.models.runtime.vjp import switch_layers
 from mjax.sharding.rules import ParamPlacement, Placement
@@ -25,9 +27,12 @@ class TrainingLayers(Layers):
 
     placement: Placement
 
-    def enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
+    def enter(
+        self, plan: LayerPlan, kind: str, carry: LayerCarry, call: LayerCall
+    ) -> tuple[LayerCarry, dict]:
         """Make a layer's weights whole, and order its exchanges and gradients among others."""
         execution, x, ready = self.execution, carry.x, carry.ready
+        weights = call.weights
         if not plan.fp8:
             weights = without_fp8(weights)
         if execution.overlap:
@@ -41,6 +46,10 @@ class TrainingLayers(Layers):
             trained, frozen = self._split(plan, weights)
             x, values = gradients_before_previous_layer(x, values_of(trained))
             weights = join_frozen(with_values(trained, values), frozen)
+        stream = stream_of(kind)
+        tokens, parallel = call.inputs.tokens.of(stream), self.ctx.of(stream).parallel
+        specs = self.blocks[plan.stack].specs
+        weights = with_gradient_places(weights, specs, tokens, call.number, parallel)
         return replace(carry, x=x, ready=ready), weights
 
     def one_of(self, plan: LayerPlan, layers: list[Callable]) -> LayerFunction:

@@ -15,17 +15,15 @@ from flax import nnx
 from mjax.config.languages.layer_pattern import BRANCHES, DEEPSTACK, branches_of
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.vision import FRAMES, MERGED
-from mjax.kernels.elementwise.activation import activated
+from mjax.models.attention.calls import patches_of_window
 from mjax.models.attention.positions import look_up
 from mjax.models.attention.self_attention import Attention
 from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, matrix, normal
-from mjax.models.base.tensor_parallel import column, row
-from mjax.models.base.weight import weight_of
 from mjax.models.towers.image_places import TIME_AXES, PackedImages
-from mjax.models.towers.projector import in_order
+from mjax.models.towers.projector import in_order, projected
 from mjax.sharding.spec import ParamSpec
 
 _CORNERS = (False, False), (False, True), (True, False), (True, True)
@@ -100,8 +98,7 @@ class PatchAttention(Attention):
     def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         seen, sizes = seq_length, cfg.attention
         if BRANCHES[word].within == "windows":
-            side = cfg.vision.window_size // cfg.vision.patch_size
-            seen = min(side**2, seq_length)
+            seen = min(patches_of_window(cfg.vision), seq_length)
         return 12.0 * sizes.num_attention_heads * sizes.head_dim * seen
 
 
@@ -149,11 +146,9 @@ class PatchMerger(BranchModule):
         rows, patches, width = h.shape
         h = h.reshape(rows, patches // MERGED, MERGED * width)
         h = self.norm(h) if self.norms_merged else h
-        (h,) = column(h, (weight_of(self.up),), ctx)
-        h = activated(h, self.up_bias[...], "gelu")
-        y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
         columns = source.tokens.columns[::MERGED]
         tokens = replace(source.tokens, columns=columns // MERGED)
+        y = projected(self, h, tokens, ctx)
         merged = source._replace(tokens=tokens)
         features = in_order(y, merged, ctx)
         places = inputs.tokens.features["vision"]

@@ -6,6 +6,8 @@ rows, one an item, to the rows of texts by an all-gather over cp and tp, whose t
 cotangents. The matrices lie as the tower's do, where that has mesh sizes of its own.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +15,7 @@ from flax import nnx
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput, Source
-from mjax.models.base.context import Context
+from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, matrix, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -74,11 +76,11 @@ class Projector(BranchModule):
         sizes = self.cfg.tower(self.modality)
         is_shuffled = sizes.is_shuffled
         h = self.norm(source.x) if self.normed else source.x
+        tokens = source.tokens
         if is_shuffled:
             h = self._shuffled(h, source, own)
-        (h,) = column(h, (weight_of(self.up),), own)
-        h = activated(h, self.up_bias[...], "gelu")
-        y = row(h, weight_of(self.down), own) + self.down_bias[...]
+            tokens = replace(tokens, columns=_columns_in_order(h, own))
+        y = projected(self, h, tokens, own)
         y = gathered_tokens(y, own) if is_shuffled else in_order(y, source, own)
         y = rows_of_all(y, len(x) * sizes.max_items, self.modality, ctx)
         features = y.reshape(len(x), -1, y.shape[-1])
@@ -103,6 +105,27 @@ class Projector(BranchModule):
         behind = vision.padded(count) - count
         x = jnp.pad(x, ((0, 0), (0, behind), (0, 0)))
         return ctx.parallel.shard_seq(ctx.parallel.shard(x, "cp", 1))
+
+
+def _columns_in_order(x: jax.Array, ctx: Context) -> jax.Array:
+    """The columns [T/cp] of rows [B, T/tp, D] that are cut over cp in order."""
+    parallel = ctx.parallel
+    count = x.shape[1] * parallel.tp * parallel.cp
+    columns = jnp.arange(count, dtype=jnp.int32)
+    return parallel.shard(columns, "cp", 0)
+
+
+def projected(matrices: nnx.Module, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
+    """[.., T/tp, D'] -> [.., T/tp, D]: the two matmuls of a projector, GELU between them.
+
+    Adapters drop what they read by the places of `tokens`.
+    """
+    up = weight_of(matrices.up).for_tokens(tokens, ctx)
+    down = weight_of(matrices.down).for_tokens(tokens, ctx)
+    (h,) = column(x, (up,), ctx)
+    h = activated(h, matrices.up_bias[...], "gelu")
+    y = row(h, down, ctx)
+    return y + matrices.down_bias[...]
 
 
 def in_order(x: jax.Array, source: Source, ctx: Context) -> jax.Array:

@@ -4,8 +4,10 @@ Unlike `train/token_scores.py` they leave columns where context parallelism put 
 result is a field of the same batch.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -39,13 +41,10 @@ def placed_log_probs(
 
 
 @cache
-def log_probs_kind(with_adapters: bool = True, temperature: float = 1.0) -> ProgramKind:
-    """The program of `placed_log_probs` with these settings."""
-    return ProgramKind(
-        partial(placed_log_probs, with_adapters=with_adapters, temperature=temperature),
-        inputs=lambda on: (on.weights, on.batch),
-        outputs=lambda on: P(DATA_AXES, "cp"),
-    )
+def kind_of_tokens(function: Callable[..., Any], **settings: Any) -> ProgramKind:
+    """The program of `function` with these settings, which gives [b, S/cp, ...] of a batch."""
+    return ProgramKind(partial(function, **settings), outputs=lambda on: P(DATA_AXES, "cp"))
 
 
-LOG_PROBS, BASE_LOG_PROBS = log_probs_kind(), log_probs_kind(with_adapters=False)
+LOG_PROBS = kind_of_tokens(placed_log_probs)
+BASE_LOG_PROBS = kind_of_tokens(placed_log_probs, with_adapters=False)

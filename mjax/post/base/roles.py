@@ -2,7 +2,7 @@
 
 A role is the policy, a reference, a teacher, a reward model or a critic. It has its own weights,
 frozen flag and dtype. Its trainer has the mesh and the programs: that of the policy, or one of its
-own, perhaps on devices of its own (`post/base/own_devices.py`). Its results are fields of the batch
+own, perhaps on devices of its own (`DeviceSharer`). Its results are fields of the batch
 (`BatchField.is_computed`), and no gradient flows through a field. They come from a forward pass of
 the same step (`RoleFields`, which the policy's trainer calls for each batch), or from files
 (`post/base/stored_scores.py`).
@@ -12,14 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
 
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
 from mjax.objectives.fields import Batch, HostBatch
 from mjax.sharding.spec import trained_only
+from mjax.train.batch import promises_of
 from mjax.train.program_kind import ProgramKind
 from mjax.train.trainer import Trainer
 
@@ -112,11 +115,28 @@ def in_compute_dtype(trainer: Trainer, params: dict) -> dict:
     return unflatten_dict(copies)
 
 
+def rows_of_process(trainer: Trainer, batch: HostBatch) -> HostBatch:
+    """The rows of a batch that this process places, of those that all processes have.
+
+    They promise their programs the same of it.
+    """
+    if jax.process_count() == 1:
+        return batch
+    trainer.programs.bound_documents(promises_of(batch))
+    rows = trainer.local_rows(len(batch["positions"]))
+    return {name: field[rows] for name, field in batch.items()}
+
+
+def on_host(arrays: Any) -> Any:
+    """Numpy arrays of a tree of global ones, whole in each process; every process must call."""
+    return multihost_utils.process_allgather(arrays, tiled=True)
+
+
 def values_in_order(placed: Batch, values: Any) -> np.ndarray:
     """Values of the places of a placed batch, [B, S], on the host in the order of its columns."""
-    values = np.asarray(values)
+    values, columns = on_host((values, placed["columns"]))
     found = np.empty_like(values)
-    found[:, np.asarray(placed["columns"])] = values
+    found[:, columns] = values
     return found
 
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from mjax.data.base.cache import cached_arrays
+from mjax.data.base.cache import cached_arrays, entry_of
 from mjax.data.conversations.answer_rows import AnswerDataset
 from mjax.data.loader import Dataset
 from mjax.errors import UserError
 from mjax.interop.adapters_of_run import without_adapters
 from mjax.pipeline.storage import canonical
-from mjax.post.base.roles import Role
+from mjax.post.base.roles import Role, rows_of_process, values_in_order
+from mjax.sharding.processes.agreement import said_by_all
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.program_kind import ProgramKind
 
@@ -36,16 +36,26 @@ def answer_datasets(data: Dataset | None) -> Iterator[AnswerDataset]:
 def attach_stored_scores(role: Role, kind: ProgramKind, datasets: list[AnswerDataset]) -> None:
     """Give datasets the scores that a program computes with the weights of a role.
 
-    They are computed here unless files have them. Raises `UserError` where that cannot be.
+    They are computed here unless files have them.
     """
     cfg = role.trainer.cfg
     folder = Path(cfg.data.cache_dir or Path(cfg.run.dir) / "conversations")
     weights = digest_of_weights(role)
     for data in datasets:
         key = {"scores": role.name, "weights": weights, "answers": digest_of_answers(data)}
+        require_one_folder(folder, entry_of(folder, key).is_dir())
         compute = partial(compute_scores, role, kind, data)
         arrays, _ = cached_arrays(folder, key, ["scores"], compute)
         data.stored_scores = arrays[0]
+
+
+def require_one_folder(folder: Path, has_scores: bool) -> None:
+    """Raise `UserError` where some processes have the scores and others would compute them."""
+    if len(set(said_by_all(b"%d" % has_scores))) > 1:
+        raise UserError(
+            f"{folder}: some processes have scores there that others have not; all must see one "
+            "folder: set data.cache_dir to one that they share, or delete it everywhere"
+        )
 
 
 def digest_of_weights(role: Role) -> str:
@@ -66,19 +76,13 @@ def digest_of_answers(data: AnswerDataset) -> str:
 def compute_scores(role: Role, kind: ProgramKind, data: AnswerDataset) -> list[np.ndarray]:
     """One array fp32: a score for each place of each document of a dataset, in their order."""
     trainer = role.trainer
-    if jax.process_count() > 1:
-        raise UserError(
-            "preference.precompute_ref_log_probs: the files are not there yet; make them with one "
-            "process first, in the same data.cache_dir"
-        )
     rows, size = len(data.ranks), trainer.cfg.train.global_batch_size
     log.warning("computing the log-probabilities of %s for %d rows", role.name, rows)
     found = np.zeros(int(data.places.sum()), np.float32)
     for first in range(0, rows, size):
         indices = [index % rows for index in range(first, first + size)]
-        placed = trainer.placer.place(data.batch(indices))
-        scores = np.asarray(role.compute(kind, placed))
-        scores = scores[:, np.argsort(np.asarray(placed["columns"]))]
+        placed = trainer.placer.place(rows_of_process(trainer, data.batch(indices)))
+        scores = values_in_order(placed, role.compute(kind, placed))
         for row, index in enumerate(indices):
             for member, block in data.placed_blocks(index):
                 offset = data.offset(member, block)

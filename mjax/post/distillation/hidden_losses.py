@@ -40,11 +40,12 @@ class LayerPairs:
         of_teacher: jax.Array,
         mask: jax.Array,
         parallel: Parallel,
+        counted: jax.Array | None = None,
     ) -> jax.Array:
         """The weighted sum over tokens of mask * loss, fp32 [], equal on all tp devices.
 
         outputs [N, B, S/tp, D] are the student's; of_teacher [B, S, N, D'] and mask fp32 [B, S] are
-        whole along tp.
+        whole along tp. Pairs that are not `counted` [N] are left out.
         """
         of_teacher, mask = parallel.shard_seq(of_teacher), parallel.shard_seq(mask)
         total = jnp.zeros(mask.shape, jnp.float32)
@@ -55,7 +56,8 @@ class LayerPairs:
             y = of_teacher[:, :, number]
             for kind, weight in self.weights:
                 found = HIDDEN_LOSSES[kind](x.astype(jnp.float32), y.astype(jnp.float32))
-                total += weight / len(self.student) * found
+                part = weight / len(self.student) * found
+                total += part if counted is None else jnp.where(counted[number], part, 0)
         return parallel.psum(jnp.sum(jnp.where(mask == 0, 0, total * mask)), "tp")
 
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from mjax.errors import UserError, or_user_error
 from mjax.files import replace_text
 from mjax.json_file import read_json
+from mjax.models.base.context import Documents
 from mjax.objectives.fields import HostBatch
 from mjax.run.batches import BatchStream, DatasetStream, RowsOf, RunBatches
+from mjax.sharding.processes.agreement import on_process_0
 
 TEACHER_RECORD = "teacher.json"
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
@@ -109,12 +110,8 @@ class StoredStream:
     part: str
 
     @property
-    def max_documents(self) -> int:
-        return self.stream.max_documents
-
-    @property
-    def padded(self) -> bool:
-        return self.stream.padded
+    def documents(self) -> Documents:
+        return self.stream.documents
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         batches = self.stream.batches(start, count, rows)
@@ -145,11 +142,14 @@ def with_stored_teacher(batches: RunBatches, store: TeacherStore) -> RunBatches:
 def write_record(folder: Path, record: dict) -> TeacherStore:
     """A store to write to, new or of the same teacher. Raises `UserError` for another one's."""
     store = TeacherStore(folder)
-    if (folder / TEACHER_RECORD).exists() and store.record != record:
-        raise UserError(f"{folder} was written by another teacher or setting; name a new folder")
-    if jax.process_count() > 1:
-        raise UserError("mjax distill --write runs in one process; start one, on all its devices")
-    with or_user_error(f"{folder}: cannot be written: {{reason}}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / TEACHER_RECORD, json.dumps(record, indent=1))
+
+    def write() -> None:
+        if (folder / TEACHER_RECORD).exists() and store.record != record:
+            line = "was written by another teacher or setting; name a new folder"
+            raise UserError(f"{folder} {line}")
+        with or_user_error(f"{folder}: cannot be written: {{reason}}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / TEACHER_RECORD, json.dumps(record, indent=1))
+
+    on_process_0(write)
     return store

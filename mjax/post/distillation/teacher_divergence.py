@@ -6,7 +6,7 @@ teacher computes (`teacher.py`). The logits of both exist for a chunk of tokens 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +27,6 @@ from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, Scalars
 from mjax.objectives.next_token import NextToken
-from mjax.post.base.own_devices import split_devices
 from mjax.post.distillation.hidden_losses import LayerPairs, layer_pairs
 from mjax.post.distillation.stored_teacher import IDS, LOG_PROBS, TeacherStore
 from mjax.post.distillation.teacher_vocabulary import require_leading_tokens
@@ -85,11 +84,15 @@ class Distillation(TeacherLoss):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*super().names, "hidden") if self.pairs.student else super().names
+        return *super().names, *self.layer_names
 
     @property
     def outputs(self) -> tuple[int, ...]:
         return self.pairs.student
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return ("hidden",) if self.pairs.student else ()
 
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
@@ -101,16 +104,10 @@ class Distillation(TeacherLoss):
         lengths = {"vocab": self.teacher.padded_vocab_size, "teacher_layers": len(self.outputs)}
         return lengths | {"teacher_width": self.teacher.hidden_size}
 
-    def share_devices(
-        self, devices: Sequence[jax.Device]
-    ) -> tuple[list[jax.Device], list[jax.Device]]:
+    @property
+    def own_devices(self) -> tuple[int, str]:
         own = self.settings.teacher_mesh
-        if not own:
-            return list(devices), []
-        what = f"distill.teacher_mesh={own}"
-        if jax.process_count() > 1:
-            raise UserError(f"{what} is built for one process; leave it out, or start one")
-        return split_devices(devices, own["devices"], what)
+        return own.get("devices", 0), f"distill.teacher_mesh={own}"
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
@@ -131,10 +128,15 @@ class Distillation(TeacherLoss):
         return {"loss": loss} | jax.lax.stop_gradient(found)
 
     def layer_losses(
-        self, outputs: jax.Array, weights: Mapping[str, jax.Array], batch: Batch, ctx: Context
+        self,
+        outputs: jax.Array,
+        weights: Mapping[str, jax.Array],
+        batch: Batch,
+        ctx: Context,
+        counted: jax.Array | None = None,
     ) -> Scalars:
         given = outputs, weights, batch[OF_LAYERS], batch["loss_mask"]
-        return {"hidden": self.pairs.losses(*given, ctx.parallel)}
+        return {"hidden": self.pairs.losses(*given, ctx.parallel, counted)}
 
 
 @dataclass(frozen=True)

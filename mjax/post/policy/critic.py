@@ -16,7 +16,7 @@ from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.adapters_of_run import joined_trees, without_adapters
 from mjax.interop.sources import source_of
 from mjax.objectives.fields import HostBatch
-from mjax.post.base.roles import require_no_pipeline, values_in_order
+from mjax.post.base.roles import require_no_pipeline, rows_of_process, values_in_order
 from mjax.post.policy.values import VALUES
 from mjax.train.trainer import Trainer
 
@@ -33,7 +33,8 @@ class Critic:
         """The value at each token of packed rollouts, fp32 [B, S]."""
         trainer = self.trainer
         blank = np.zeros(batch["tokens"].shape, np.float32)
-        placed = trainer.place(batch | {"values": blank, "returns": blank})
+        given = batch | {"values": blank, "returns": blank}
+        placed = trainer.place(rows_of_process(trainer, given))
         return values_in_order(placed, trainer.run_placed(VALUES, placed, trainer.weights()))
 
     def update(self, batch: HostBatch) -> dict[str, float]:
@@ -41,7 +42,7 @@ class Critic:
 
         Raises `NonFiniteLoss` where they are no numbers.
         """
-        found = jax.device_get(self.trainer.step(batch))
+        found = jax.device_get(self.trainer.step(rows_of_process(self.trainer, batch)))
         if not found["finite"] and not found.get("skipped", False):
             raise NonFiniteLoss(
                 f"step {self.trainer.step_number}: the critic has the loss {found['loss']} and the "

@@ -71,6 +71,12 @@ class PolicyObjective:
         return dict(zip(("expert_layers", "chosen"), self.routes, strict=True))
 
     @property
+    def own_devices(self) -> tuple[int, str]:
+        """The devices of the engine."""
+        engine = self.settings.engine
+        return engine.get("devices", 0), f"reinforce.engine={engine}"
+
+    @property
     def fields(self) -> Mapping[str, BatchField]:
         given = BatchField(np.float32)
         fields = dict(NextToken.fields) | {ADVANTAGES: given, SAMPLER: given}

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema.run import Config
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.post.base.role_programs import kind_of_tokens
 from mjax.post.policy.mock_rollouts import mock_rollouts
-from mjax.sharding.collectives import DATA_AXES
-from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, split_batch
 
 
@@ -92,8 +90,4 @@ def placed_values(program: Program, state: State, batch: Batch) -> jax.Array:
     return found.reshape(-1, found.shape[-1])
 
 
-VALUES = ProgramKind(
-    placed_values,
-    inputs=lambda on: (on.weights, on.batch),
-    outputs=lambda on: P(DATA_AXES, "cp"),
-)
+VALUES = kind_of_tokens(placed_values)

@@ -31,6 +31,5 @@ def divergence_of_mismatched(program: Program, state: State, batch: Batch) -> ja
 
 MISMATCHED = ProgramKind(
     divergence_of_mismatched,
-    inputs=lambda on: (on.weights, on.batch),
     outputs=lambda on: P(DATA_AXES),
 )

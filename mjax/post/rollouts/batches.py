@@ -14,7 +14,9 @@ import numpy as np
 
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.data.base.tokenizer import Tokenizer
+from mjax.models.base.context import Documents
 from mjax.objectives.fields import HostBatch
+from mjax.post.base.roles import rows_of_process
 from mjax.post.policy.advantages import (
     advantages_of,
     divergence_costs,
@@ -49,7 +51,6 @@ class RolloutStream:
     critic: Critic | None = None
     phase: int = 0
     waiting: list[HostBatch] = field(default_factory=list)
-    padded: bool = False
 
     def __post_init__(self) -> None:
         self._record = self.collector.record()
@@ -63,8 +64,8 @@ class RolloutStream:
         return self.trainer.cfg.reinforce
 
     @property
-    def max_documents(self) -> int:
-        return self.trainer.cfg.data.seq_length  # no bound: answers may be short
+    def documents(self) -> Documents:
+        return Documents(self.trainer.cfg.data.seq_length)  # no bound: answers may be short
 
     def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
         with self.collector:
@@ -73,7 +74,7 @@ class RolloutStream:
                 yield self.next_batch(step, left <= self.settings.updates_per_rollout)
 
     def next_batch(self, step: int, is_last: bool = False) -> HostBatch:
-        """The next batch of rollouts, for the weights after so many steps.
+        """This process's rows of the next batch of rollouts, for the weights after so many steps.
 
         is_last: whether no phase follows.
         """
@@ -83,7 +84,7 @@ class RolloutStream:
         batch = self.waiting.pop(0)
         self._update_critic(batch)
         self._given = time.perf_counter()
-        return batch
+        return rows_of_process(self.trainer, batch)
 
     def _update_critic(self, batch: HostBatch) -> None:
         """The step of the critic that goes before one of the policy."""

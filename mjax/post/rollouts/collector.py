@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, Self
@@ -20,6 +20,7 @@ import numpy as np
 from mjax.errors import UserError
 from mjax.infer.records import Request
 from mjax.infer.requests import SamplingParams
+from mjax.post.environments.shared_calls import SharedCalls
 from mjax.post.rollouts.bank import Bank, PromptGroup
 from mjax.post.rollouts.policy_engine import PolicyEngine
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
@@ -84,9 +85,10 @@ class Collector:
     _last: dict | None = None  # the record when the environments ended
 
     def __enter__(self) -> Self:
-        self._judges = self.open_judges().__enter__()
         self._last = None
         self._is_stopped.clear()
+        self._judges = SharedCalls(self.open_judges, self._is_stopped.is_set)
+        self._judges.__enter__()
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -254,12 +256,11 @@ class Collector:
     def _advance(self) -> None:
         """One step of the engine, and the answers of the environment that are there."""
         self.beat()
-        if self._is_stopped.is_set():
-            raise CancelledError
         engine = self.policy.engine
         if engine.has_work:
             began = time.perf_counter()
-            engine.step()
+            with self.policy.memory_named():
+                engine.step()
             self.seconds["rollout"] += time.perf_counter() - began
         ended = [place for place, request in self.asked.items() if request.output.finished]
         for place in ended:

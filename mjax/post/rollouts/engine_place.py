@@ -1,8 +1,8 @@
 """The place of a policy's engine: on the trainer's devices, or on the last ones of the run.
 
 Weights are cut on the trainer's devices as the engine has them, then copied shard by shard.
-Invariant: a shard that a device of the engine wants lies whole on a device of the trainer, so no
-weight goes through the host.
+Invariant: a shard that a device of the engine wants lies whole on a device of the trainer in the
+same process, so no weight goes through the host or to another process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from mjax.config.rules.mesh_rules import MESH_RULES
 from mjax.config.rules.model_rules import MODEL_RULES
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
-from mjax.post.base.own_devices import split_devices
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.train.trainer import Trainer
 
 PLACE_OPTIONS = "devices", "dp", "tp", "pp", "ep"
-_DEVICES = "reinforce.engine: devices"
 
 
 @dataclass(frozen=True)
@@ -46,53 +45,43 @@ class EnginePlace:
         return replace(parallel_of(self.mesh), cp=1, cuts_sequence=False)
 
 
-def training_devices(cfg: Config, devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """The devices of a run that its engine leaves to the trainer."""
-    sizes = _numbers_of_devices(cfg.reinforce.engine)
-    count = sizes.get("devices")
-    if count is None:
-        return list(devices)
-    if jax.process_count() > 1:
-        raise UserError(f"{_DEVICES}={count} is built for one process; start it without a launcher")
-    own, apart = split_devices(devices, count, _DEVICES)
-    sizes = {name: size for name, size in sizes.items() if name != "devices"}
-    _engine_mesh(cfg, sizes, apart)  # a plan, too, says what does not fit
-    return own
-
-
 def engine_place_of(trainer: Trainer, options: Mapping[str, Any]) -> EnginePlace:
     """The place of a trainer's engine. Raises `UserError` for devices or sizes that do not fit."""
-    sizes, own = _numbers_of_devices(options), trainer.mesh.devices.flatten().tolist()
+    sizes = {name: options[name] for name in PLACE_OPTIONS if name in options}
+    own = trainer.mesh.devices.flatten().tolist()
     if not sizes:
         return EnginePlace(trainer.mesh, trainer.mesh)
-    count = sizes.pop("devices", None)
-    if count is None:
+    if sizes.pop("devices", None) is None:
         mesh = _engine_mesh(trainer.cfg, sizes, own)
         return EnginePlace(mesh, mesh)
-    apart = split_devices(jax.devices(), count, _DEVICES)[1]
-    if not set(apart).isdisjoint(own):
+    if not trainer.role_devices:
         raise UserError(
-            f"{_DEVICES}={count}: the trainer has some of the last {count} devices; give it "
-            "others, as mjax reinforce does"
+            "reinforce.engine: devices: the trainer shares none with it; give Trainer no mesh, and "
+            "a train.objective with own_devices, such as policy"
         )
-    mesh = _engine_mesh(trainer.cfg, sizes, apart)
+    mesh = _engine_mesh(trainer.cfg, sizes, trainer.role_devices)
     cuts = mesh.size // mesh.shape["dp"]
-    if len(own) % cuts:
+    holders = {(dp, d.process_index) for (_, dp, *_), d in np.ndenumerate(mesh.devices)}
+    if own[0].platform == "cpu" and len(holders) > mesh.shape["dp"]:
         raise UserError(
-            f"reinforce.engine: the engine cuts weights over tp x pp x ep = {cuts} devices, which "
-            f"do not divide the trainer's {len(own)}, from which it gets them; change either"
+            "reinforce.engine: on CPUs tp, pp and ep of an engine with devices of its own must lie "
+            "within a process, as gloo fails beside a trainer; lower them, or leave out devices"
         )
-    source = _engine_mesh(trainer.cfg, sizes | {"dp": len(own) // cuts}, own)
-    return EnginePlace(mesh, source)
+    if len(own) % cuts == 0:
+        source = _engine_mesh(trainer.cfg, sizes | {"dp": len(own) // cuts}, own)
+        if _cuts_by_process(mesh) <= _cuts_by_process(source):
+            return EnginePlace(mesh, source)
+    raise UserError(
+        f"reinforce.engine: the engine cuts weights over tp x pp x ep = {cuts} devices, which do "
+        f"not divide the trainer's {len(own)}, or not so in each process; it gets them from these, "
+        "so change either"
+    )
 
 
-def _numbers_of_devices(options: Mapping[str, Any]) -> dict[str, int]:
-    """The options that are numbers of devices."""
-    sizes = {name: options[name] for name in PLACE_OPTIONS if name in options}
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise UserError(f"reinforce.engine: {name}={size!r}: give a whole number of 1 or more")
-    return sizes
+def _cuts_by_process(mesh: Mesh) -> set[tuple[int, ...]]:
+    """(process, places on all axes but dp) of the parts of weights that a mesh has."""
+    places = np.ndenumerate(mesh.devices)
+    return {(d.process_index, pp, *inner) for (pp, _, *inner), d in places}
 
 
 def _engine_mesh(cfg: Config, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
@@ -106,4 +95,5 @@ def _engine_mesh(cfg: Config, sizes: Mapping[str, int], devices: Sequence[jax.De
                 raise UserError(line)
         return make_mesh(mesh, devices)
     except UserError as error:
-        raise UserError(f"reinforce.engine: {error}") from error
+        own = str(error).replace("mesh.", "")  # the engine has them under the same names
+        raise UserError(f"reinforce.engine: {own}") from error

@@ -8,8 +8,10 @@ unless only a part of them changes. On devices of its own the engine may draw be
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,14 +23,19 @@ from jax.sharding import Mesh, NamedSharding
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.caches.paged import PAGE
-from mjax.infer.checks import longest_window
+from mjax.infer.caches.specs import PoolSizes
+from mjax.infer.checks import longest_window, snapshots_of
 from mjax.infer.engine import Engine
+from mjax.infer.programs import EnginePrograms
 from mjax.infer.records import powers_of_two
 from mjax.infer.scheduling.scheduler import Limits
+from mjax.infer.stages.layers_in_stages import stages_for
 from mjax.infer.weights import converted_apart, form_of, partitions_apart
 from mjax.objectives.objective import OWN_WEIGHTS
-from mjax.pipeline.storage import sharded_by_stages
+from mjax.pipeline.storage import canonical, sharded_by_stages
+from mjax.post.base.device_copies import copied_shards
 from mjax.post.rollouts.engine_place import PLACE_OPTIONS, engine_place_of
+from mjax.run.out_of_memory import owned_by
 from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.spec import is_spec, trained_only
 from mjax.train.trainer import Trainer
@@ -46,7 +53,7 @@ class PolicyEngine:
     def __init__(
         self,
         trainer: Trainer,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         ends: Sequence[int],
         length: int,
         most_rows: int,
@@ -64,8 +71,8 @@ class PolicyEngine:
         self._form = form_of(options.get("weight_dtype"), trainer.definition.specs)
         lanes = self.place.parallel.size(*DATA_AXES)
         rows = options.pop("rows", _ROWS)
-        if type(rows) is not int or rows < 1:
-            raise UserError(f"reinforce.engine: rows={rows!r}: give a whole number of 1 or more")
+        if type(rows) is not int or rows < 1 or rows & (rows - 1):
+            raise UserError(f"reinforce.engine: rows={rows!r}: give a power of two, such as 64")
         rows = min(rows, -(-most_rows // lanes))
         rows = powers_of_two(1, rows)[-1]
         chunk = options.pop("chunk", _CHUNK)
@@ -85,6 +92,31 @@ class PolicyEngine:
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._drawing: Future | None = None
 
+    def bytes_per_device(self) -> tuple[int, int]:
+        """(weights, caches) of the engine on one of its devices; nothing is allocated."""
+        trainer, model, options = self.trainer, self.trainer.cfg.model, self._options
+        stored = trainer.abstract_state()["params"]
+        params = jax.eval_shape(partial(canonical, trainer.storage), stored)
+        params.pop(OWN_WEIGHTS, None)
+        program, there = self._program(tuple(flatten_dict(params)))
+        found = jax.eval_shape(program, params)
+        sizes = jax.tree.map(
+            lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, found, there
+        )
+        limits = options["limits"]
+        pools = PoolSizes(
+            options["pages"],
+            limits.rows,
+            -(-limits.length // PAGE),
+            eight_bits=options.get("cache_dtype") == "fp8",
+            snapshots=snapshots_of(model, limits),
+            keeps_experts=options.get("keeps_experts", False),
+        )
+        of_model = trainer.definition, model, self.place.mesh, self._dtype
+        layout = stages_for(model, self.place.parallel.pp)
+        programs = EnginePrograms(*of_model, pools, self._form, layout)
+        return sum(jax.tree.leaves(sizes)), programs.bytes_of_caches()
+
     @functools.cached_property
     def _is_partial(self) -> bool:
         """Whether training leaves some parameters as they are, and others can be exchanged."""
@@ -103,16 +135,18 @@ class PolicyEngine:
             self._drawing = None
         trainer, engine = self.trainer, self.engine
         if engine is None:
-            self.engine = engine = Engine(
-                trainer.definition,
-                self._handed_over(trainer.params()),
-                trainer.cfg.model,
-                dtype=trainer.cfg.precision.compute,
-                tokenizer=self.tokenizer,
-                eos=self.ends,
-                donate=self._in_stages,
-                **self._options,
-            )
+            handed = self._handed_over(trainer.params())
+            with self.memory_named():
+                self.engine = engine = Engine(
+                    trainer.definition,
+                    handed,
+                    trainer.cfg.model,
+                    dtype=trainer.cfg.precision.compute,
+                    tokenizer=self.tokenizer,
+                    eos=self.ends,
+                    donate=self._in_stages,
+                    **self._options,
+                )
         elif self._of_step != trainer.step_number or not engine.runner.has_weights:
             params = trainer.params()
             if not self._is_partial:
@@ -124,7 +158,8 @@ class PolicyEngine:
                 engine.update_weights(handed, donate=True)
             else:
                 engine.exchange_weights(handed)
-        engine.wake()
+        with self.memory_named():
+            engine.wake()
         self._of_step = self._steps[engine.version] = trainer.step_number
         return engine
 
@@ -133,7 +168,15 @@ class PolicyEngine:
         self._of_step = -1
 
     def draw_beside(self, draw: Callable[[], Any]) -> Future:
-        """Begin to draw in a thread of its own, beside an update of the trainer."""
+        """Begin to draw in a thread of its own, beside an update of the trainer.
+
+        XLA's CPU runtime starts collectives of all devices in the order of launches by one thread,
+        which must be that of all processes. So several draw in this thread, before the update.
+        """
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            drawn: Future = Future()
+            drawn.set_result(draw())
+            return drawn
         self._drawing = self._thread.submit(draw)
         return self._drawing
 
@@ -166,7 +209,15 @@ class PolicyEngine:
             self._programs[len(flat)] = self._program(tuple(flat))
         program, there = self._programs[len(flat)]
         found = program(params)
-        return jax.device_put(found, there) if self.place.is_apart else found
+        with self.memory_named():
+            return jax.tree.map(copied_shards, found, there) if self.place.is_apart else found
+
+    def memory_named(self) -> AbstractContextManager[None]:
+        """Name the engine's devices, if it has its own, in errors for want of memory."""
+        if not self.place.is_apart:
+            return nullcontext()
+        ways = "to mend it, lower rows, chunk or pages in reinforce.engine, or give it more devices"
+        return owned_by(" of the engine", ways)
 
     def _program(self, paths: Sequence[tuple]) -> tuple[jax.stages.Wrapped, dict]:
         """(what casts and cuts parameters where the trainer has them, shardings of the engine)."""

@@ -87,11 +87,6 @@ class StudentStream(RolloutStream):
     has_rewards: bool = True
     _is_drawn: bool = True  # the last batch
 
-    @property
-    def max_documents(self) -> int:
-        most = 0 if self.data is None else self.data.max_documents
-        return max(super().max_documents, most)
-
     def draws(self, step: int) -> bool:
         """Whether the batch with this number is of rollouts."""
         share = self.trainer.cfg.distill.student_share

@@ -150,7 +150,7 @@ class Saver:
             self._wait()
             self.watchdog.beat()
             self._is_told = True
-            if _largest_agreed(int(self._error is not None)) == 0:
+            if self._largest_of_all(int(self._error is not None)) == 0:
                 return
             self._count()
             if attempt < LAST_TRIES:
@@ -175,7 +175,7 @@ class Saver:
 
     def _count(self) -> bool:
         """Count a failure, all processes alike; False if it was of a save counted before."""
-        step = _largest_agreed(-1 if self._error is None else self._error.step)
+        step = self._largest_of_all(-1 if self._error is None else self._error.step)
         if step <= self._last_failed:
             return False
         is_in_a_row = self._before.get(step) == self._last_failed
@@ -217,6 +217,5 @@ class Saver:
         wait_for_every_process("mjax_failed_saves_removed")
         self.trainer.store.forget_steps()
 
-
-def _largest_agreed(value: int) -> int:
-    return value if jax.process_count() == 1 else int(largest_of_all(value))
+    def _largest_of_all(self, value: int) -> int:
+        return int(largest_of_all(value, self.trainer.mesh.devices.flat))

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 import jax
@@ -51,17 +52,16 @@ class Stopper:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def ask(self, news: int = GO_ON) -> jax.Array | int:
+    def ask(self, devices: Iterable[jax.Device], news: int = GO_ON) -> jax.Array | int:
         """GO_ON or what to act on, agreed by all processes; asynchronous, fetch with `int`.
 
-        `news`: what else this process has to say.
+        `devices`: those that train. `news`: what else this process has to say.
         """
         late = self._deadline is not None and time.monotonic() > self._deadline
         reason = TIME_IS_UP if late else GO_ON
         if self._signaled:
             reason = SIGNALED
-        reason = max(reason, news)
-        return reason if jax.process_count() == 1 else largest_of_all(reason)
+        return largest_of_all(max(reason, news), devices)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self._signaled and number == signal.SIGINT:

@@ -12,11 +12,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
-from mjax.errors import START_AGAIN, first_line
+from mjax.errors import START_AGAIN, LostProcess, first_line
 from mjax.run.faults.stopping import say_at_once
 
 LONGEST_LOOK = 5.0  # seconds that reading the memory of devices may take
@@ -113,6 +113,17 @@ def _memory_lines() -> list[str]:
             used, most = stats["bytes_in_use"] / 1e9, stats.get("bytes_limit", 0) / 1e9
             lines.append(f"{device.id}: {used:.1f} of {most:.1f} GB")
     return lines
+
+
+@contextlib.contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """A block whose error is `LostProcess` where the loss of another process made it."""
+    try:
+        yield
+    except Exception as e:
+        if line := lost_process(e):
+            raise LostProcess(line) from e
+        raise
 
 
 def lost_process(error: BaseException) -> str | None:

@@ -39,7 +39,7 @@ class Console:
         if "eval_loss" in record:
             loss = _fixed(record["eval_loss"])
             fields = [step, f"held-out loss {loss}", f"{record['eval_tokens']:,} tokens"]
-            return self._separator.join([*fields, *_further(record)])[:COLUMNS]
+            return self._joined([*fields, *_further(record)])
         figures = _figures(record) | {"eta": self._time_left(record["step"])}
         known = {name: text for name, text in figures.items() if text is not None}
         return self._fit({"step": step, **known})
@@ -62,7 +62,13 @@ class Console:
             if len(self._separator.join(fields.values())) <= COLUMNS:
                 break
             fields = {name: text for name, text in fields.items() if name != least}
-        return self._separator.join(fields.values())[:COLUMNS]
+        return self._joined(list(fields.values()))
+
+    def _joined(self, texts: list[str]) -> str:
+        """A line of the first texts, as many as fit whole: half a name or number would mislead."""
+        while len(line := self._separator.join(texts)) > COLUMNS:
+            texts.pop()
+        return line
 
 
 def _further(record: Mapping[str, Known]) -> list[str]:

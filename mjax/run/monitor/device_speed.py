@@ -46,13 +46,13 @@ class SlowDeviceWatch:
         Every process must call it, with the devices that train. Others may be at work.
         """
         self._devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-        own = [d for d in self._devices if d.process_index == jax.process_index()]
-        mine = np.array([self.time_device(device) for device in own], np.float32)
-        if jax.process_count() == 1:
-            times = mine
-        else:
-            times = np.asarray(values_of_all(mine)).reshape(-1)
-        return self.judge(1000 * times.astype(np.float64))
+        me = jax.process_index()
+        own = [device for device in self._devices if device.process_index == me]
+        seconds = [self.time_device(device) for device in own]
+        mine = np.array(seconds, np.float32)
+        gathered = values_of_all(mine, self._devices)
+        times = np.asarray(gathered, np.float64)
+        return self.judge(1000 * times.reshape(-1))
 
     def judge(self, times: np.ndarray) -> tuple[Record, str]:
         """As `measure`, from the milliseconds of its devices, by process."""

@@ -11,7 +11,7 @@ detector and MegaScale also time kernels of each GPU; a slow GPU or link is not 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,17 +77,18 @@ class HostTime:
         finally:
             self._dispatch += time.thread_time() - began
 
-    def gather(self) -> jax.Array | np.ndarray | None:
+    def gather(self, devices: Iterable[jax.Device]) -> jax.Array | np.ndarray | None:
         """Seconds a step since the call before; asynchronous, for `figures`.
 
-        Every process must call it. None the first time: then the step was compiled.
+        Every process must call it, with the devices that train. None the first time: then the step
+        was compiled.
         """
         mean = np.array([self._data, self._dispatch], np.float32) / max(self._steps, 1)
         is_first, self._has_begun = not self._has_begun, True
         self._data = self._dispatch = 0.0
         self._steps = 0
         # The first call compiles the exchange, while the clock of the run still stands.
-        gathered = mean[None] if jax.process_count() == 1 else values_of_all(mean)
+        gathered = values_of_all(mean, devices)
         return None if is_first else gathered
 
     def slow_process(self, figures: HostFigures, ms_per_step: float | None) -> str | None:

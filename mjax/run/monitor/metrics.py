@@ -7,8 +7,11 @@ trains no step drops nothing. Events are records of a text. Speed counts trainin
 clock stands still while a run compiles, evaluates or saves.
 """
 
+import functools
 import json
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,8 @@ from mjax.plan.chips import chip_of_kind
 from mjax.run.monitor.console import LEGEND, Console
 from mjax.run.monitor.log_writer import JsonLines, LogWriter, Sink, close_output, print_line
 from mjax.run.monitor.trackers import TrackedRun, tracker_writers
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name of such an event
 
 Record = dict[str, float | int | str | list[float] | None]
 
@@ -54,20 +59,43 @@ def peak_memory_gb() -> float | None:
     return max(peaks) / 1e9 if peaks else None
 
 
+@functools.cache
+def _compiler_seconds() -> dict[int, float]:
+    """The seconds that the compiler has taken in each thread since the first call, by thread."""
+    found = defaultdict(float)
+
+    def count(event: str, seconds: float, **_: object) -> None:
+        if event == COMPILED:
+            found[threading.get_ident()] += seconds
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    return found
+
+
+def compiled_here() -> float:
+    """The seconds that the compiler has taken in this thread since anyone first asked."""
+    return _compiler_seconds()[threading.get_ident()]
+
+
 class Clock:
-    """Seconds and tokens of training since the last `lap`, without what `paused` covers."""
+    """Seconds and tokens of training since the last `lap`, without what `paused` covers.
+
+    Seconds of the compiler do not count, whichever program it is given: a batch of more documents
+    than any before, or the first one after an evaluation, may need one.
+    """
 
     def __init__(self) -> None:
         self._tokens = self._steps = 0
-        self._seconds = 0.0
+        self._seconds = self._compiled = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._since, self._compiled = time.perf_counter(), compiled_here()
 
     def stop(self) -> None:
         if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
+            compiled = compiled_here() - self._compiled
+            self._seconds += time.perf_counter() - self._since - compiled
             self._since = None
 
     @contextmanager

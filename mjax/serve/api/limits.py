@@ -5,9 +5,9 @@ much is refused before it is read. Invariant: work for a caller who is gone is c
 """
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -176,20 +176,30 @@ async def _ended(*tasks: asyncio.Future) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _SlowReader(Exception):
-    """A reader of a stream takes nothing."""
-
-
 def event(body: Any) -> bytes:
     """An event of a stream."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"data: %b\n\n" % msgspec.json.encode(body)
+
+
+def events_of(head: dict[str, Any]) -> Callable[[Any, dict[str, Any]], bytes]:
+    """`event` of objects that begin alike: f(choice, more) of `head`, its one choice, and more."""
+    encode = msgspec.json.encode
+    begin = b'data: %b,"choices":[' % encode(head)[:-1]
+
+    def made(choice: Any, more: dict[str, Any]) -> bytes:
+        end = b"}\n\n"
+        if more:
+            end = b",%b\n\n" % encode(more)[1:]
+        return b"%b%b]%b" % (begin, encode(choice), end)
+
+    return made
 
 
 class EventStream(Response):
     """A first event and others until their end, then [DONE]; or up to an error as the last event.
 
-    It stops when the caller is gone or takes nothing for `slow` seconds. `ends`: the loop's time at
-    which the request is late. `as_error` makes an error what is sent.
+    It stops when the caller is gone or takes nothing for `slow` seconds, up to a quarter more.
+    `ends`: the loop's time at which the request is late. `as_error` makes an error what is sent.
     """
 
     def __init__(
@@ -206,12 +216,15 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first, self._events, self._as_error = first, events, as_error
         self._slow, self._ends = slow, ends
+        self._sends_since: float | None = None  # while a reader has yet to take something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        both = {"timeout": self._slow / 4, "return_when": asyncio.FIRST_COMPLETED}
+        try:  # a look now and then costs less than a timer for each event
+            while not self._is_slow() and not (await asyncio.wait({writer, gone}, **both))[0]:
+                pass
         finally:
             await _ended(writer, gone)
             await self._events.aclose()
@@ -219,25 +232,24 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         last = b"data: [DONE]\n\n"
-        with contextlib.suppress(_SlowReader):  # the server closes what is not complete
-            await self._send(send, start)
-            await self._send(send, _body(self._first, True))
-            try:
-                async with asyncio.timeout_at(self._ends):
-                    async for data in self._events:
-                        await self._send(send, _body(data, True))
-            except Exception as e:
-                if isinstance(e, _SlowReader):
-                    raise
-                last = event(self._as_error(e).body)
-            await self._send(send, _body(last, False))
+        await self._send(send, start)
+        await self._send(send, _body(self._first, True))
+        try:
+            async with asyncio.timeout_at(self._ends):
+                async for data in self._events:
+                    await self._send(send, _body(data, True))
+        except Exception as e:
+            last = event(self._as_error(e).body)
+        await self._send(send, _body(last, False))
 
     async def _send(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._slow):
-                await send(message)
-        except TimeoutError:
-            raise _SlowReader from None
+        self._sends_since = time.monotonic()
+        await send(message)
+        self._sends_since = None
+
+    def _is_slow(self) -> bool:
+        since = self._sends_since
+        return since is not None and time.monotonic() - since > self._slow
 
 
 def _body(data: bytes, more: bool) -> Message:

@@ -94,7 +94,11 @@ class PromptMaker:
     async def of_chat(self, chat: ChatPrompt) -> tuple[str, list[int], list[np.ndarray]]:
         """The text of a conversation, its ids, and its images, fp32 [H, W, C]."""
         if self.template is None:
-            raise ApiError(400, "the model has no chat template: ask /v1/completions", "messages")
+            raise ApiError(
+                400,
+                "the model has no chat template: ask /v1/completions (mjax chat --raw)",
+                "messages",
+            )
         if wrong := RESERVED & (chat.variables or {}).keys():
             name = f"chat_template_kwargs.{min(wrong)}"
             raise ApiError(400, f"{name}: the server sets this variable", name)

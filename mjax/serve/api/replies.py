@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mjax.infer.requests import SamplingParams
-from mjax.serve.api.limits import EventStream, event, json_reply
+from mjax.serve.api.limits import EventStream, event, events_of, json_reply
 from mjax.serve.api.service import Job, Numbered, Service
 from mjax.serve.api.token_logprobs import TokenNames
 from mjax.serve.base.engines import Piece
@@ -148,13 +148,14 @@ class Reply:
 
     async def _events(self) -> AsyncGenerator[bytes]:
         head, options = self._head(self.kinds[1]), self.body.stream_options or StreamOptions()
-        usage = {"usage": None} if options.include_usage else {}
+        usage: Body = {"usage": None} if options.include_usage else {}
+        made = events_of(head)
         async with aclosing(self.choices()) as parts:
             async for part in parts:
                 more, self.more = self.more, {}
                 if options.include_usage and options.continuous_usage_stats:
                     usage = {"usage": self.usage.body}
-                yield event(head | {"choices": [part]} | usage | more)
+                yield made(part, usage | more)
         if options.include_usage:
             yield event(head | {"choices": [], "usage": self.usage.body})
 

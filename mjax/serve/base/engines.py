@@ -28,7 +28,7 @@ from mjax.serve.base import wire
 from mjax.serve.base.routing import PrefixRouter
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """News of one sample: several tokens where more have come.
 
@@ -52,25 +52,36 @@ class Piece:
     processed_logprobs: list[float] = field(default_factory=list)
 
 
+_Parts = dict[int, list[Any]]  # of each sample `SamplePart`s and `OneToken`s, in order
+
+
 @dataclass(eq=False)
 class _Stream:
-    """A request on its way: parts that its caller has not taken, or the error that ended it."""
+    """A request on its way: news by sample that its caller has not taken, or its last error."""
 
     replica: "_Replica"
-    parts: list[wire.SamplePart] = field(default_factory=list)
+    parts: _Parts = field(default_factory=dict)
     error: Exception | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Future | None = None  # of a caller that waits
     open: set[int] = field(default_factory=set)  # samples of which more will come
 
     def push(self, part: wire.SamplePart) -> None:
-        self.parts.append(part)
+        self.parts.setdefault(part.index, []).append(part)
         if part.finish_reason is not None:
             self.open.discard(part.index)
-        self.news.set()
+        self._wake()
+
+    def push_token(self, index: int, token: wire.OneToken) -> None:
+        self.parts.setdefault(index, []).append(token)
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self.error, self.open = error, set()
-        self.news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.news is not None and not self.news.done():
+            self.news.set_result(None)
 
     def leave(self, request_id: str, index: int) -> None:
         """End a sample that has stopped here, if its engine goes on with it."""
@@ -78,15 +89,14 @@ class _Stream:
             self.open.discard(index)
             self.replica.send(wire.Leave(request_id, index))
 
-    async def take(self) -> list[wire.SamplePart]:
+    async def take(self) -> _Parts:
         """All parts that have come, once there are some. Raises the error after the last part."""
-        await self.news.wait()
-        self.news.clear()
-        parts, self.parts = self.parts, []
-        if self.error is not None:
-            self.news.set()
-            if not parts:
-                raise self.error
+        if not self.parts and self.error is None:
+            self.news = asyncio.get_running_loop().create_future()
+            await self.news
+        parts, self.parts = self.parts, {}
+        if not parts and self.error is not None:
+            raise self.error
         return parts
 
 
@@ -205,7 +215,7 @@ class Engines:
         prompt = ids_of(prompt)
         stream = self._start(prompt, params, request_id)
         answers = self._answers(prompt, params)
-        last: dict[int, wire.SamplePart] = {}
+        firsts: dict[int, wire.SamplePart] = {}
         try:
             tensors = [wire.PlainArray.of(image) for image in images]
             fields = wire.fields_of_params(params) | _TOKENS_ALONE
@@ -214,13 +224,11 @@ class Engines:
             with or_user_error("a request cannot be read: {reason}", _UNSENDABLE):
                 stream.replica.send(wire.Add(request_id, prompt, fields, text, tensors))
             while any(answer.output.finish_reason is None for answer in answers):
-                by_sample: dict[int, list[wire.SamplePart]] = {}
-                for part in await stream.take():
-                    by_sample.setdefault(part.index, []).append(part)
-                for index, parts in by_sample.items():
+                for index, parts in (await stream.take()).items():
                     if answers[index].output.finish_reason is None:
-                        first = last.setdefault(index, parts[0])
-                        piece = _piece_of_parts(answers[index], parts, first)
+                        if index not in firsts:  # the first one is no single token
+                            firsts[index] = parts[0]
+                        piece = _piece_of_parts(answers[index], parts, firsts[index])
                         if piece.finish_reason is not None and len(stream.open) > 1:
                             stream.leave(request_id, index)
                         yield piece
@@ -311,11 +319,14 @@ class Engines:
 
     def _take(self, replica: _Replica, message: wire.FromEngine) -> None:
         match message:
-            case wire.Step(parts, load):
+            case wire.Step(parts, tokens, load):
                 replica.load, replica.sent = load, 0
                 for part in parts:
                     if (stream := replica.streams.get(part.id)) is not None:
                         stream.push(part)
+                for token in tokens:
+                    if (stream := replica.streams.get(token[0])) is not None:
+                        stream.push_token(token[1], token)
             case wire.Refused(id, kind, text):
                 replica.sent = max(replica.sent - 1, 0)
                 if (stream := replica.streams.get(id)) is not None:
@@ -348,13 +359,15 @@ _UNSENDABLE = OverflowError, ValueError, TypeError, RecursionError  # as huge in
 _TOKENS_ALONE = {"stop": (), "detokenize": False}  # text is made here
 
 
-def _piece_of_parts(
-    answer: Answer, parts: Sequence[wire.SamplePart], first: wire.SamplePart
-) -> Piece:
+def _piece_of_parts(answer: Answer, parts: Sequence[Any], first: wire.SamplePart) -> Piece:
     """The piece that parts of a sample add to it, up to where a stop string ends it."""
     output, text = answer.output, ""
     begin = len(output.token_ids)
     for part in parts:
+        if isinstance(part, tuple):
+            _, _, token, logprob, processed, version = part
+            text += answer.push(token, logprob, processed, None, version)
+            continue
         tops = part.top or [{}] * len(part.token_ids)
         columns = part.token_ids, part.logprobs, part.processed, tops, part.versions
         for token, logprob, processed, top, version in zip(*columns, strict=True):

@@ -149,10 +149,18 @@ class SamplePart(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[Shown | None] | None = None
 
 
+# Of most samples in most steps: id, index, token, logprob, processed, version.
+OneToken = tuple[str, int, int, float, float, int]
+
+
 class Step(msgspec.Struct, tag=True, array_like=True):
-    """The new tokens of one client's samples; `load`: samples that run or wait, of all clients."""
+    """The new tokens of one client's samples; `load`: samples that run or wait, of all clients.
+
+    tokens: news of samples that had some before, go on, and got one token without likeliest ones.
+    """
 
     parts: list[SamplePart]
+    tokens: list[OneToken]
     load: int
 
 

@@ -1,56 +1,120 @@
-"""Runs an action in one process for all: every process returns, or all raise the same error.
+"""Agreement of processes: one acts for all, or each hears what all have to say.
 
-Invariant: if the action fails, no process waits for the one that gave up.
+Invariant: if an action for all fails, all raise the same error, and no process waits for the one
+that gave up.
 """
 
-from collections.abc import Callable
+import itertools
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
 
-LONGEST = 4096  # bytes of an error's line that travel
+LONGEST_MEETING = 10  # seconds that a process waits at its end for others, of which none may come
+_A_DAY = 24 * 3600 * 1000  # ms; the watchdog and JAX's heartbeat end what waits in vain
+_said: dict[str, Iterator[int]] = defaultdict(itertools.count)  # rounds so far, by topic
 
 
 def on_process_0(action: Callable[[], object]) -> None:
     """Run `action` on process 0; a `UserError` there is raised by all. Every process must call."""
-    line = b""
+    line = ""
     if jax.process_index() == 0:
         try:
             action()
         except UserError as e:
             if jax.process_count() == 1:
                 raise
-            line = str(e).encode()[:LONGEST]
-    if jax.process_count() == 1:
-        return
-    text = np.zeros(LONGEST, np.uint8)
-    text[: len(line)] = np.frombuffer(line, np.uint8)
-    said = multihost_utils.broadcast_one_to_all(text).tobytes().rstrip(b"\0")
-    if said:
-        raise UserError(said.decode(errors="replace"))
+            line = str(e)
+    if said := said_by_all(line.encode())[0]:
+        raise UserError(said.decode())
 
 
 def wait_for_every_process(name: str) -> None:
     """Return when every process has called with this name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    said_by_all(b"", name)
 
 
-def largest_of_all(value: int) -> jax.Array:
-    """The largest `value` of all processes, int32 []; every process must call."""
-    mesh = _all_devices()
+@contextmanager
+def ends_with_others() -> Iterator[None]:
+    """A block that the processes of a run leave together, in good order or with what all know.
+
+    The first one to end closes connections from which others may still read. So they meet through
+    JAX's coordination service, which needs no device, and leave it. One that ends alone goes on
+    after a while.
+    """
+    try:
+        yield
+    except (UserError, NonFiniteLoss, ReplicasDiffer):
+        _meet()
+        raise
+    _meet()
+
+
+def _meet() -> None:
+    """Wait until every process has come here, or for `LONGEST_MEETING` seconds."""
+    if jax.process_count() == 1:
+        return
+    from orbax.checkpoint import multihost
+
+    everyone = set(range(jax.process_count()))
+    with suppress(RuntimeError):  # another one has died, or does not come
+        multihost.sync_global_processes("mjax_end", timeout=LONGEST_MEETING, processes=everyone)
+        jax.distributed.shutdown()  # or the service, which ends with process 0, kills the others
+
+
+def said_by_all(word: bytes, topic: str = "") -> list[bytes]:
+    """The words of all processes, in their order; every process must call.
+
+    It goes through JAX's coordination service, so nothing waits for what devices are doing. Words
+    go up a binary tree to process 0, which says them all: three reads a process at most. Threads
+    that may call at the same time have topics of their own.
+    """
+    count, me = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [word]
+    service, number = distributed.global_state.client, next(_said[topic])
+    rounds, words = f"mjax/said/{topic}", {me: word}
+
+    def read(process: int) -> dict[int, bytes]:
+        name = f"{rounds}/{number}/{process}"
+        return pickle.loads(service.blocking_key_value_get_bytes(name, _A_DAY))
+
+    for below in range(2 * me + 1, min(2 * me + 3, count)):
+        words |= read(below)
+    service.key_value_set_bytes(f"{rounds}/{number}/{me}", pickle.dumps(words))
+    if me > 0:
+        words = read(0)
+    elif number:  # whoever speaks now has read all of the round before
+        service.key_value_delete(f"{rounds}/{number - 1}")
+    return [words[process] for process in range(count)]
+
+
+def largest_of_all(value: int, devices: Iterable[jax.Device]) -> jax.Array | int:
+    """The largest `value` of all processes, int32 []; every process must call.
+
+    It is exchanged on `devices`, the same number of each process. They run nothing but what one
+    thread launches, so in all processes in one order.
+    """
+    if jax.process_count() == 1:
+        return value
+    mesh = Mesh(list(devices), ("all",))
     return _largest(mesh)(_rows(mesh, np.full(1, value, np.int32)))
 
 
-def values_of_all(values: np.ndarray) -> jax.Array:
-    """[processes, n] from each process's `values` [n] of one dtype; every process must call."""
-    mesh = _all_devices()
+def values_of_all(values: np.ndarray, devices: Iterable[jax.Device]) -> jax.Array | np.ndarray:
+    """[processes, n] from each process's `values` [n] of one dtype, as `largest_of_all`."""
+    if jax.process_count() == 1:
+        return values[None]
+    mesh = Mesh(list(devices), ("all",))
     return _gathered(mesh)(_rows(mesh, values[None]))
 
 
@@ -60,11 +124,6 @@ def _rows(mesh: Mesh, row: np.ndarray) -> jax.Array:
     sharding = NamedSharding(mesh, P("all"))
     shape = (mesh.size, *row.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-@lru_cache(maxsize=1)
-def _all_devices() -> Mesh:
-    return Mesh(np.array(jax.devices()), ("all",))
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ import pytest
 from mjax.pipeline.storage import canonical
 from mjax.prove import BOUND, Cell, deviation, make_trainer
 from tests.laws.experts.test_expert_padding import SKIP, on_a_mesh_and_alone
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 AVERAGED = [
     "model.moe.router_aux_loss_type=mean_over_layers",
@@ -26,7 +26,7 @@ MESHES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(MESHES, 1))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     cell = Cell(mesh, zero, micro_batches)

@@ -19,7 +19,7 @@ from mjax.models.moe.router import Router, balanced, counted, route
 from mjax.models.moe.router_losses import balance_loss, entropy, z_loss
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 MODELS = {
     "all": [],
@@ -68,6 +68,7 @@ LATENT_CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(LATENT_CASES))
 def test_latent_experts_equal_one_device(mesh, zero, micro_batches, keys):
     record = compare("experts", Cell(mesh, zero, micro_batches), *LATENT, *keys, steps=1)

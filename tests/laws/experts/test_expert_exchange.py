@@ -7,19 +7,27 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mjax.config import load
+from mjax.config.rules.mesh_rules import mesh_sizes
 from mjax.config.schema.model import MoeConfig
+from mjax.models.base.context import Documents
 from mjax.models.moe import exchange
 from mjax.models.moe.exchange import (
+    bytes_of_token,
     choose_expert_exchange,
     make_route,
     rows_per_peer,
     send_tokens,
     sum_tokens,
 )
+from mjax.plan.execution import training_context
+from mjax.plan.kernel_lines import branch_kernels
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
+from mjax.sharding.mesh import parallel_of_run
 from tests.marks import quick, slow
+from tests.tiny import TINY
 
 EP, HELD, T, D = 4, 2, 16, 6
 RNG = np.random.default_rng(0)
@@ -113,6 +121,27 @@ def test_auto_takes_the_all_to_all_where_it_sends_much_less():
     assert choose_expert_exchange("all_to_all", 64, 64, 8, moe(8, 2)).name == "all_to_all"
     assert rows_per_peer(8000, 8, moe(256, 8, n_group=8, topk_group=2)) == 3000
     assert rows_per_peer(7, 2, moe(8, 8)) == 7
+
+
+def test_the_bytes_that_travel_decide_in_the_plan_as_in_the_step(monkeypatch):
+    """`precision.fp8_dispatch` sends one of the four exchanges of a step in 8 bits."""
+    assert bytes_of_token(1024, "bfloat16", False) == 2 * 1024
+    assert bytes_of_token(1024, "bfloat16", True) == (3 * 2 * 1024 + 1024 + 8) / 4
+    tokens, own = 8192, moe(64, 2)
+    saved = 7 * (tokens - rows_per_peer(tokens, 8, own))
+    monkeypatch.setattr(exchange, "LEAST_SAVED", saved * 1900)  # between 1800 bytes and 2048
+    monkeypatch.setattr(exchange, "make_route", lambda *given: "all_to_all")
+    keys = [f"data.seq_length={tokens}", "model.hidden_size=1024", "model.layer_pattern=E"]
+    keys.append(f"model.max_position_embeddings={tokens}")
+    keys += ["model.moe.num_experts=64", "model.moe.num_experts_per_tok=2", "mesh.ep=8"]
+    keys += ["train.global_batch_size=8", "train.micro_batch_size=1", "precision.compute=bfloat16"]
+    for rounds, name in (False, "all_to_all"), (True, "all_gather"):
+        cfg = load(None, [*TINY, *keys, f"precision.fp8_dispatch={rounds}"])
+        sizes = mesh_sizes(cfg.mesh, 8)
+        assert branch_kernels(cfg, sizes)["tokens of experts"].name == name
+        ctx = training_context(cfg, parallel_of_run(cfg, sizes), Documents(1))
+        x = jax.ShapeDtypeStruct((tokens, 1024), jnp.bfloat16)
+        assert (exchange.route_of(x, None, None, cfg.model.moe, ctx) or "all_gather") == name
 
 
 @slow

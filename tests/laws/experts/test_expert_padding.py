@@ -14,7 +14,7 @@ from mjax.models.moe.router_losses import balance_loss, entropy, z_loss
 from mjax.prove import BOUND, Cell, deviation, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_capacity import model
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 SKIP = "model.moe.skip_padding=true"
 MOE = model("num_experts=8", "router_aux_loss_coef=0.1", "router_z_loss_coef=0.01")
@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     def figures(where, batch):

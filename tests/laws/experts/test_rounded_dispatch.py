@@ -28,7 +28,7 @@ from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
 from tests.laws.training.test_block_recipes import agree
 from tests.laws.training.test_fp8 import distance, first_step, one_device
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.unit.models.test_experts_fp8 import far
 
 B, S, D, F, E, K = 4, 8, 256, 128, 8, 2
@@ -222,7 +222,7 @@ def test_training_agrees_on_meshes(cell, feature, key):
     assert 1e-2 < distance(want[1], exact[1]) < 0.2
 
 
-@slow
+@exhaustive
 def test_evaluation_rounds_unless_it_is_to_be_exact():
     batch = make_batch(24)
     exact, rounded, apart = (

@@ -13,7 +13,7 @@ from mjax.models.moe.sinkhorn import sinkhorn, sinkhorn_experts
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_capacity import model
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 
 TRAINING = Context(training=Training(dropout=True))
 
@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("sinkhorn", Cell(mesh, zero, micro_batches), *keys, steps=1)

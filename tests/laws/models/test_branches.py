@@ -16,7 +16,7 @@ from mjax.plan.activations import kept
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from tests.generation import made_ids
 from tests.laws import toy_recurrence
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 # gpt-oss: windowed and full attention take turns, each before experts.
 GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.attention.sliding_window=5"]
@@ -97,7 +97,7 @@ def test_gradients_equal_one_device(feature, mesh, zero, micro_batches, more):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_a_checkpoint_does_not_depend_on_unlike_stages(tmp_path):
     keys = [f"run.dir={tmp_path}", "model.layer_pattern=GEEE", "checkpoint.async_save=false"]
     staged = make_trainer("experts", Cell({"pp": 2, "ep": 2}, 1, 2), *keys)

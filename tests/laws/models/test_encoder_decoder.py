@@ -21,7 +21,7 @@ from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
-from mjax.train.batch import most_documents, only_padding_follows
+from mjax.train.batch import most_documents, only_padding_follows, promises_of
 from tests.generation import made_ids
 from tests.marks import exhaustive, quick
 
@@ -231,5 +231,5 @@ def test_padding_behind_a_document_is_known(ids, padded):
         assert only_padding_follows(batch) == padded
         cfg = load(None, ["train.attention=cudnn", "data.mock=true"])
         programs = Trainer(cfg, devices=jax.devices()[:1]).programs
-        programs.bound_documents(most_documents(batch), only_padding_follows(batch))
+        programs.bound_documents(promises_of(batch))
         assert programs.program(8).model.ctx.documents.padded == (ids == [1, 1, 0])

@@ -24,7 +24,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.towers.audio import rows_of_frames
 from mjax.objectives.objective import objective_of
 from tests.laws.models.frozen_tower import assert_tower_stays
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 
 IMAGE, SOUND = 257, 258
 MIMO = [
@@ -72,7 +72,7 @@ def test_a_token_has_the_five_frames_of_two_convolutions():
     assert not rows[3].any()
 
 
-@slow
+@exhaustive
 def test_a_frozen_tower_of_sounds_stays_bit_for_bit_and_the_other_moves():
     moving = "audio_projector", "vision_mlp", "patch_embedding"
     assert_tower_stays("mimo", ("audio_mlp", "frame_embedding"), moving)

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import NonFiniteLoss
+from mjax.models.base.context import Documents
 from mjax.run.batches import RunBatches, from_config
 from mjax.run.loop import train
 from mjax.run.resume import restored_record
@@ -29,8 +30,7 @@ class Counting:
     seed: int
     position: int = 0
     begins: int = 0  # the batch that `position` is the first number of
-    max_documents: int = 1
-    padded: bool = False
+    documents: Documents = Documents(1)
     poisoned: int | None = None
 
     def batches(self, start, count, rows):
@@ -126,8 +126,8 @@ def test_without_a_bound_one_process_counts_the_documents_of_batches(
     cfg = config(tmp_path, 1, "train.attention=cudnn", "precision.compute=bfloat16")
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    batches = RunBatches(Counting(1, max_documents=WIDTH), Counting(1, max_documents=1))
+    batches = RunBatches(Counting(1, documents=Documents(WIDTH)), Counting(1))
     bound_documents(trainer, batches)
-    assert trainer.programs.max_documents == promised
-    trainer.programs.bound_documents(5)
-    assert trainer.programs.max_documents == max(8, promised)
+    assert trainer.programs.documents.most == promised
+    trainer.programs.bound_documents(Documents(5))
+    assert trainer.programs.documents.most == max(8, promised)

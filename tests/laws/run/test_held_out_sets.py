@@ -49,6 +49,10 @@ def test_each_set_has_the_loss_that_it_has_as_the_only_one(tmp_path):
         assert again("test")["loss"] == test["test_loss"]
         assert again("code")["loss"] == found["eval_loss/code"]
         assert again("valid")["loss"] == found["eval_loss"]
+    wide = loss_of_split(tmp_path / "run", "valid", None, ["mesh.dp=2", "mesh.tp=4"])
+    np.testing.assert_allclose(wide["loss"], found["eval_loss"], rtol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: one)
         with pytest.raises(UserError, match="--split x: .* it has valid, code, law"):
             again("x")
 

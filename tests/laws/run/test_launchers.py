@@ -1,7 +1,6 @@
 """A job of two processes is found by the variables of each launcher, and trains as one process."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 from mjax.sharding.processes.fake_devices import fake_devices
 from tests.laws.run.test_failures import losses
 from tests.marks import exhaustive, slow
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 from tests.tiny import TINY
 
 KEYS = [*TINY, "train.micro_batch_size=1", "train.steps=2"]
@@ -58,9 +57,7 @@ def start(folder, variables, devices):
 @exhaustive
 @pytest.mark.parametrize("launcher", [torchrun, open_mpi, mpich, slurm, job_set])
 def test_two_processes_of_a_launcher_train_as_one(tmp_path, launcher):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     running = [start(tmp_path / "two", launcher(port, i), 1) for i in range(2)]
     said = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], said

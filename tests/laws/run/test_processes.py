@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 from mjax.run.faults.supervisor import is_recoverable
 from mjax.sharding.processes.fake_devices import fake_devices
 from tests.marks import slow
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 
 pytestmark = slow
 
@@ -36,20 +35,18 @@ BASE = [
 ]
 
 
-def start(folder, processes, *overrides, nodes=None):
+def start(folder, processes, *overrides, nodes=None, module="mjax.train"):
     """`python -m mjax.train` as `processes` processes with 8 CPU devices in all.
 
     `nodes` are the folders that they run in, by default this one.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = os.environ | {
         "XLA_FLAGS": fake_devices(8 // processes),
         "JAX_NUM_PROCESSES": str(processes),
     }
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
-    command = [sys.executable, "-u", "-m", "mjax.train", *BASE, f"run.dir={folder}", *overrides]
+    command = [sys.executable, "-u", "-m", module, *BASE, f"run.dir={folder}", *overrides]
     return [
         start_process(
             command,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from mjax.train import Trainer
 from tests import faults
 from tests.laws.run.test_failures import events, steps
 from tests.marks import exhaustive, quick, slow
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 from tests.tiny import TINY
 
 GAIN = "params", "final_norm", "gain"
@@ -180,9 +179,7 @@ def test_faults_are_told_apart_within_a_step(tmp_path, monkeypatch, saved, fault
 
 @slow
 def test_two_processes_find_and_name_a_replica_of_either(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = os.environ | {"XLA_FLAGS": fake_devices(2), "JAX_NUM_PROCESSES": "2"}
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
     keys = [*TINY, "train.micro_batch_size=1", f"run.dir={tmp_path}", "mesh.dp=4", "mesh.zero=0"]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,7 @@ import pytest
 from mjax.run.faults.supervisor import is_recoverable
 from mjax.sharding.processes.fake_devices import fake_devices
 from tests.marks import exhaustive, slow
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 from tests.torture import BASE, compare
 
 STEPS = 24
@@ -50,9 +49,7 @@ FAULTY = """
 
 def start(folder, processes, *overrides, program=("-m", "mjax.train")) -> list[subprocess.Popen]:
     """Training as `processes` processes with two CPU devices each."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     env = os.environ | {"XLA_FLAGS": FLAGS, "JAX_NUM_PROCESSES": str(processes)}
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
     command = [sys.executable, "-u", *program, *TINY, f"run.dir={folder}", *overrides]

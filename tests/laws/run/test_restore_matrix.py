@@ -107,7 +107,7 @@ LAYOUTS = [
 ]
 
 
-@slow
+@exhaustive
 def test_cut_and_whole_experts_restore_each_other(tmp_path):
     restore_everywhere(tmp_path, "experts", ["model.num_hidden_layers=1"], LAYOUTS)
 

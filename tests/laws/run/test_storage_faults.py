@@ -55,7 +55,7 @@ def test_a_save_that_fails_everywhere_costs_no_other_checkpoint(tmp_path):
     require_lawful(drive(tmp_path, "saves", FOR_EVER), 120)
 
 
-@slow
+@exhaustive
 @pytest.mark.timeout(3600)  # a minute or two of one core that is not shared
 def test_a_run_whose_storage_fails_loses_no_checkpoint_and_goes_on(tmp_path):
     require_lawful(drive(tmp_path, "runs", 20), 15)

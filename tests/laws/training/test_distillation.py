@@ -23,7 +23,7 @@ from mjax.post.teacher import distillation_batches, teacher_fields, teacher_of, 
 from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.teachers import write_teacher_folder
 
 LAYERS = "model.num_hidden_layers=2"
@@ -61,7 +61,7 @@ MESHES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("cell", quick(MESHES, 1), ids=str)
 def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
     feature = "experts" if "ep" in cell.mesh else "dense"
@@ -100,6 +100,17 @@ def test_how_a_student_is_trained_says_nothing_to_its_teacher(teacher):
     keys += ["precision.fp8=current", "precision.fp8_skip_layers=1", "model.num_hidden_layers=3"]
     own = teacher_of(student(teacher, Cell(rows=8), *keys)).trainer.cfg
     assert own.precision.fp8 == "none" and not own.optimizer.lr_multipliers
+
+
+def test_a_teacher_is_promised_as_few_documents_as_its_student(teacher, monkeypatch):
+    """Without a bound cuDNN's attention would keep statistics of a document for each token."""
+    trainer = student(teacher, Cell(rows=8), "train.attention=cudnn", "precision.compute=bfloat16")
+    seen = []
+    monkeypatch.setattr(
+        Trainer, "run_placed", lambda own, *_: seen.append(own.programs.documents) or {}
+    )
+    trainer.place(make_batch(8))
+    assert seen == [trainer.programs.documents] * 2 and seen[0].most > 0
 
 
 @slow
@@ -158,7 +169,7 @@ def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell
     assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
 
 
-@slow
+@exhaustive
 def test_matrices_between_layers_are_saved_and_not_exported(teacher, tmp_path):
     """A run goes on with them at another mesh, and a student of its weights has none."""
     keys = [HIDDEN, f"run.dir={tmp_path}", "checkpoint.async_save=false"]
@@ -169,6 +180,14 @@ def test_matrices_between_layers_are_saved_and_not_exported(teacher, tmp_path):
     first.store.wait()
     again = student(teacher, Cell({"tp": 2}, rows=8), *keys)
     again.restore()
+    other = student(teacher, Cell(rows=8), "distill.hidden_layers={0: 1}", *keys[1:])
+    with pytest.raises(UserError) as error:
+        other.restore()
+    assert str(error.value) == (
+        f"checkpoint {tmp_path / 'checkpoints' / '2'} has weights objective.layer_1: [32, 48], "
+        "this run: none; set distill.hidden_layers back to {'0': 1, '1': 2} (now {'0': 1}) or "
+        "choose another run.dir"
+    )
     saved = first.params()
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params(), saved))
     exported = from_pretrained(tmp_path).params

@@ -129,7 +129,7 @@ def test_planted_overflows_follow_the_table_and_change_nothing_else(monkeypatch,
                 jax.tree.map(np.testing.assert_array_equal, after[part], before[part])
 
 
-@slow
+@exhaustive
 def test_the_schedule_does_not_advance_on_a_skipped_step(monkeypatch):
     """Steps 1, 2 (skipped), 3 are, bit for bit, steps 1, 2 of the batches 1 and 3."""
     want = make_trainer("dense", Cell(), *FP16)
@@ -259,7 +259,7 @@ def test_a_run_logs_skipped_steps_and_goes_on(tmp_path, monkeypatch):
     assert again == {r["step"]: r["loss"] for r in logged}
 
 
-@slow
+@exhaustive
 def test_what_no_scale_can_mend_ends_the_run(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         plant_in_gradients(patch, range(1, 20), device=1)

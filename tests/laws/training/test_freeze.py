@@ -13,7 +13,7 @@ from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.step import TRAIN, Gate
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 ROWS = 24
 FREEZE = "train.freeze=[embedding,norm,'*.mlp.up','*.attention.kv']"
@@ -80,7 +80,7 @@ def test_frozen_ones_stay_and_the_others_train_as_before(cell, more):
         assert (array == np.asarray(after[name])).all() == (name in FROZEN), name
 
 
-@slow
+@exhaustive
 def test_maxima_of_frozen_matmuls_are_remembered():
     """Their products still round; gradients equal those of a run without frozen parameters."""
     keys = DELAYED, UNROLLED, BF16

@@ -11,13 +11,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
 from mjax.models.base.adapted import is_of_adapter
+from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces
+from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.weight import Weight, matmul
 from mjax.pipeline.storage import canonical
-from mjax.prove import Cell, deviation, make_batch, make_trainer
+from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.run.loop import run_summary
 from mjax.train import Trainer
 from tests.adapters import adapted_values
 from tests.laws.training.test_freeze import exchanged_and_computed
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 ROWS = 24
 RANK = "lora.rank=3"
@@ -103,6 +106,43 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
     assert trainer.loss == pytest.approx(loss, rel=2e-6)
     # Scans of Mamba sum in another order where cp cuts them.
     assert deviation(found, expected) <= (2e-5 if feature == "hybrid" else 1e-5)
+
+
+def test_what_an_adapter_reads_of_another_stream_is_dropped_by_its_own_places():
+    rng = np.random.default_rng(0)
+    x, value, a, b = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 3, 16), (16, 4), (16, 2), (2, 4))
+    )
+    key, rows, columns = jax.random.key(1), jnp.array([7, 4]), jnp.array([9, 2, 5])
+    tokens = tokens_of((2, 3), rows=rows, columns=columns)
+    of_layer = TokenPlaces(key, jnp.arange(1), jnp.arange(5))
+    adapter = Adapter(a, b, dropout=InputDropout(of_layer, 0.25))
+    weight = Weight(value, name="up", adapter=adapter).for_tokens(tokens, Context())
+    kept = np.zeros(x.shape)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            own = jax.random.fold_in(jax.random.fold_in(key, row), column)
+            kept[i, j] = jax.random.bernoulli(own, 0.75, (16,))
+    assert 0 < kept.mean() < 1
+    expected = x @ value + (x * kept / 0.75) @ a @ b
+    np.testing.assert_allclose(matmul(x, weight), expected, rtol=1e-5, atol=1e-5)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    "feature, cell",
+    [
+        ("llava", Cell({"dp": 2, "tp": 2}, 1, 2)),
+        ("qwen-vl", Cell({"cp": 2, "tp": 2}, 1, 1)),
+        ("llava-onevision", Cell({"cp": 2, "tp": 2}, 1, 1)),
+        ("mimo, own mesh", Cell({"dp": 2, "tp": 2}, 1, 1)),
+    ],
+)
+def test_dropout_in_several_streams_does_not_depend_on_the_mesh(feature, cell):
+    """Projectors and mergers read the tokens of towers, whose rows are items."""
+    record = compare(feature, cell, "lora.rank=2", "lora.dropout=0.3", steps=1)
+    assert holds(record), record
 
 
 @slow

@@ -118,6 +118,18 @@ def test_a_run_with_adapters_is_weights_like_any_others(home):
         np.testing.assert_array_equal(started[path], array)
 
 
+@pytest.mark.parametrize("name", ["run", "base"])
+def test_adapters_and_hugging_face_folders_are_written_for_megatron(
+    name, home, tmp_path, monkeypatch
+):
+    out = tmp_path / "megatron"
+    words = "export", "--dtype", "float32", "--ckpt", home / name, "--megatron", out
+    run_convert(monkeypatch, *words)
+    back, expected = weights_in(source_of(out)), weights_in(source_of(home / name))
+    for path, array in expected.items():
+        np.testing.assert_array_equal(back[path], array, err_msg=str(path))
+
+
 def require_weights_of(trainer: Trainer, run: Path) -> dict:
     """The weights in the folder of a run, which must be those that its trainer computes with."""
     params = jax.device_get(trainer.params())

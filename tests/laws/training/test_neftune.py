@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.models.base.context import Context, Training, tokens_of
-from mjax.models.embedding_noise import noisy
+from mjax.models.embedding_noise import EmbeddingNoise
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS
 from tests.marks import exhaustive, quick, slow
@@ -43,13 +43,14 @@ def noise_of(segments, training: Training, step: int = 0) -> np.ndarray:
     """What is added to embeddings of zeros, [B, S, D]."""
     shape = 2, 24
     tokens = tokens_of(shape, segments=segments, key=jax.random.key(step))
-    return np.asarray(noisy(jnp.zeros((*shape, WIDTH)), tokens, Context(training=training)))
+    zeros = jnp.zeros((*shape, WIDTH))
+    return np.asarray(training.noise(zeros, tokens, Context(training=training)))
 
 
 def test_the_scale_is_that_of_the_document():
     lengths = [6, 16, 2], [24]
     segments = jnp.stack([jnp.repeat(jnp.arange(len(n)) + 1, jnp.array(n)) for n in lengths])
-    training = Training(dropout=True, neftune_alpha=ALPHA)
+    training = Training(dropout=True, noise=EmbeddingNoise(ALPHA))
     noise = noise_of(segments, training)
     for row, of_row in enumerate(lengths):
         begin = 0
@@ -63,4 +64,4 @@ def test_the_scale_is_that_of_the_document():
     whole = noise_of(None, training)
     np.testing.assert_array_equal(whole[1], noise[1])  # its row is one document
     assert not np.array_equal(noise_of(None, training, 1), whole)
-    assert not noise_of(None, Training(dropout=False, neftune_alpha=ALPHA)).any()
+    assert not noise_of(None, Training(dropout=False, noise=EmbeddingNoise(ALPHA))).any()

@@ -108,7 +108,7 @@ def test_policy_and_critic_of_a_killed_run_have_the_bits_of_another(tmp_path, mo
     keys = *PPO, LONG, "checkpoint.interval=1", "reinforce.updates_per_rollout=2", *keys
     whole, parts = config(tmp_path / "whole", *keys), config(tmp_path / "parts", *keys)
     run(whole)
-    run_until_killed(run, parts, 15, monkeypatch)  # within the second phase
+    assert run_until_killed(run, parts, 15, monkeypatch)  # within the second phase
     assert 0 < len(figures(tmp_path / "parts")) < 4
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, states(parts), states(whole))

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.config import load
 from mjax.config.schema.preference import PreferenceConfig
+from mjax.errors import UserError
 from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
 from mjax.post.preference import preference_defaults
 from mjax.post.preference_batches import preference_batches
@@ -82,6 +83,13 @@ def test_at_step_0_the_loss_is_log_2_and_packing_changes_no_gradient(tmp_path):
     for a, b, c in zip(*map(jax.tree.leaves, (unpacked, gradients, of_shared)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
         np.testing.assert_allclose(c, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_a_reference_that_is_not_there_is_refused_before_data_is_written(tmp_path):
+    cfg = config(tmp_path, f"preference.reference={tmp_path / 'none'}", *ALL_PACKED)
+    with pytest.raises(UserError, match="none"):
+        preference_batches(Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1])), {})
+    assert not (tmp_path / "run").exists()
 
 
 def test_swapping_a_pair_flips_the_sign():

@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_in_its_answers_ends_with_the_bits_of_another(
     whole = config(files, tmp_path / "whole", *keys, steps=6)
     parts = config(files, tmp_path / "parts", *keys, steps=6)
     run(whole)
-    run_until_killed(run, parts, 12, monkeypatch)
+    assert run_until_killed(run, parts, 12, monkeypatch)
     run(parts)
     jax.tree.map(np.testing.assert_array_equal, final_params(parts), final_params(whole))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -51,7 +51,7 @@ def grpo_steps(client, steps):
     return found
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("keys", [(), pytest.param(("lora.rank=4",), marks=exhaustive)])
 def test_grpo_by_hand_is_mjax_reinforce_and_each_goes_on_from_the_other(tmp_path, keys):
     whole = config(tmp_path / "whole", *keys, steps=3)

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-import mjax.infer.llm
+import mjax.interop.random_weights
 from mjax.chat import __main__ as command
 from mjax.chat.models import ChatPiece
 from mjax.chat.screen import AnswerView, whole_blocks
@@ -65,7 +65,7 @@ def model(monkeypatch, tmp_path):
         copied = jax.tree.map(jnp.copy, params)  # the engine takes them
         return Pretrained(CFG, definition, copied, mesh, tmp_path)
 
-    monkeypatch.setattr(mjax.infer.llm, "from_pretrained", load)
+    monkeypatch.setattr(mjax.interop.random_weights, "from_pretrained", load)
     return definition, params, CFG
 
 

@@ -266,7 +266,10 @@ def test_bodies():
     assert (
         body["ignore_eos"] and body["stream"] and body["stream_options"] == {"include_usage": True}
     )
-    assert not json.loads(serve.body_of(arguments("--stop-at-eos"), "a", 9))["ignore_eos"]
+    plain = json.loads(serve.body_of(arguments("--stop-at-eos"), "a", 9))
+    assert not plain["ignore_eos"] and plain["temperature"] == 0
+    drawn = json.loads(serve.body_of(arguments('--body={"temperature": 1}'), "a", 9))
+    assert drawn["temperature"] == 1
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,15 @@ def test_the_exit_code_of_a_command_is_the_programs(mjax, tmp_path):
     assert mjax("data")[0] == 0
 
 
+def test_a_module_beside_is_found_after_those_that_are_installed(mjax, monkeypatch, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise SystemExit(7)")
+    (tmp_path / "beside_a_config.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    code, _, err = mjax("train", "data.mock=true", "train.objective=beside_a_config:Denoise")
+    assert code == 2 and "'beside_a_config' has no attribute 'Denoise'" in err
+
+
 def test_help_imports_no_jax():
     code = "import sys; from mjax import cli; cli.run(['--help']); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=60)

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import struct
+import subprocess
 import sys
 
 import numpy as np
@@ -110,3 +111,59 @@ def test_checkpoint_of_another_architecture_names_the_first_differing_field(star
     assert len(err.strip().splitlines()) == 1
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == kept
     shutil.rmtree(tmp_path / "run")
+
+
+INTERRUPTED = """
+import gc, signal, sys, time
+from mjax.errors import or_user_error, run_cli
+
+def interrupt(*_):
+    gc.callbacks.clear()
+    signal.raise_signal(signal.SIGINT)
+
+def in_the_command():
+    interrupt()
+
+def in_a_callback():  # where Python drops it
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(60)
+
+def in_an_import():  # as of a module in C
+    try:
+        interrupt()
+    except KeyboardInterrupt as e:
+        raise ImportError("initialization failed") from e
+
+def in_an_extra():
+    with or_user_error("install it", ImportError):
+        in_an_import()
+
+def in_a_start():  # of jax, which drops all
+    import jax
+    from mjax.errors import CommandParser
+    from mjax.run.command import train_command
+
+    def start():
+        try:
+            interrupt()
+        except BaseException:
+            return "cpu"
+
+    jax.default_backend = start
+    sys.argv = ["train", "data.mock=true", "--dry-run"]
+    return train_command(CommandParser("train"))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run_cli(globals()[sys.argv[1]])
+"""
+
+
+WHERE = "in_the_command in_a_callback in_an_import in_an_extra in_a_start"
+
+
+@pytest.mark.parametrize("where", WHERE.split())
+def test_an_interrupt_is_one_line_wherever_it_comes(where):
+    command = [sys.executable, "-c", INTERRUPTED, where]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.lstrip()) == (130, "mjax: interrupted\n")

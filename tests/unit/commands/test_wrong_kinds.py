@@ -24,6 +24,7 @@ from mjax.data.sentences.labelled import LabelledDataset
 from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
 from mjax.generate import __main__ as generate
+from mjax.infer.checks import require_decoder
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, split
@@ -332,3 +333,8 @@ def test_an_objective_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
     cfg = load(None, SMALL)
     with pytest.raises(UserError, match="MakesNothing.make_fields returns None"):
         field_maker(cfg, MakesNothing())({}, 0, np.arange(1))
+
+
+def test_a_model_that_scores_texts_is_named_as_one():
+    with pytest.raises(UserError, match="^model.num_labels=1: a model that scores texts continues"):
+        require_decoder(ModelConfig(num_labels=1))

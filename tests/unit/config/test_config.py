@@ -125,6 +125,8 @@ def test_environment_is_interpolated(write, monkeypatch):
         ("train.steps=0", ["train.steps=0", "greater than or equal to 1"]),
         ("mesh.dp=some", ["mesh.dp='some': must be a valid integer or 'auto'"]),
         ("optimizer.name=sgd", ["optimizer.name='sgd' is no optimizer (did you mean optax.sgd?)"]),
+        ("data.split=9,1,0", ["data.split='9,1,0': must be a list, as [a, b]"]),
+        ("runs/a/config.yaml", ["a config file is --config runs/a/config.yaml"]),
         ("data.split=[1]", ["data.split=[1]", "at least 3 items"]),
         ("data.paths=[a, 1]", ["data.paths[1]=1", "valid string", "(override"]),
         ("optimizer.lr_multipliers.head=x", ["optimizer.lr_multipliers.head='x'", "valid number"]),
@@ -189,3 +191,9 @@ def test_command_line(capsys, write):
         assert e.value.code == 0
         parsed = parse(capsys.readouterr().out)
         assert parsed == (cfg if flag == "--print-config" else json_schema())
+
+
+def test_what_a_notebook_shows_is_what_was_set():
+    assert repr(load(None, MOCK)) == "Config(data=DataConfig(mock=True))"
+    rope = load(None, [*MOCK, "model.rope.rope_theta=5.0"]).model.rope
+    assert repr(rope) == "RopeConfig(rope_theta=5.0)"

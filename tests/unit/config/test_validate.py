@@ -54,6 +54,8 @@ CLIP += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2}"
 ]
+ATTENTION_8_BITS = ["precision.fp8_attention=true", "data.document_mask=false"]
+ATTENTION_8_BITS += ["model.attention.head_dim=128", "data.seq_length=128"]
 DPO = ["train.objective=preference"]
 DISTILL = ["train.objective=distill", "distill.teacher=base"]
 POLICY = ["train.objective=policy"]
@@ -557,10 +559,6 @@ BROKEN = {
         ["lora.rank=2", "train.freeze=[norm]"],
         "all that it does not train, so train.freeze=['norm'] would add nothing",
     ),
-    "adapters_drop_out_in_one_stream": (
-        [*SPANS, "lora.rank=2", "lora.dropout=0.1"],
-        "lora.dropout=0.1 is not built for models of several streams (decoder, encoder)",
-    ),
     "min_lr_below_lr": (["schedule.min_lr=1.0"], "schedule.min_lr=1.0 exceeds schedule.lr=0.0003"),
     "warmup_init_below_lr": (["schedule.warmup_init_lr=1.0"], "lower warmup_init_lr"),
     "warmup_before_decay_ends": (["schedule.warmup_steps=1000"], "all 1000 steps"),
@@ -609,6 +607,10 @@ BROKEN = {
         [*EXPERTS, "precision.fp8_dispatch=true", "precision.fp8=delayed"]
         + ["precision.fp8_experts=true"],
         "precision.fp8_dispatch=True: experts of precision.fp8='delayed' would round tokens once",
+    ),
+    "fp8_attention_fits": (
+        [*ATTENTION_8_BITS, "mesh.cp=2"],
+        "cuDNN has no 8-bit attention to keys that come in blocks (mesh.cp=2)",
     ),
     "fp8_layers_left": (
         ["precision.fp8=current", "precision.fp8_skip_layers=2"],
@@ -748,9 +750,17 @@ BROKEN = {
         [*POLICY, "reinforce.correction=mask", "reinforce.sampling={top_p: 0.9}"],
         "reinforce.correction='mask': reinforce.sampling={'top_p': 0.9} cuts words off",
     ),
+    "engines_have_whole_sizes": (
+        [*POLICY, "reinforce.engine={devices: 0}"],
+        "reinforce.engine={'devices': 0}: devices is 0",
+    ),
     "critics_have_no_pipeline": (
         [*POLICY, "data.mock=false", "reinforce.loss_type=ppo", "mesh.pp=2"],
         "mesh.pp=2: the critic of reinforce.loss_type='ppo' needs a mesh without",
+    ),
+    "invariant_steps_are_built": (
+        [*POLICY, "reinforce.engine={batch_invariant: true}", "lora.rank=4"],
+        "lora.rank=4: trainer and engine are not built to agree to the bit with it",
     ),
     "every_key_is_read": (
         ["optimizer.muon_steps=4"],

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.data import GPTDataset, IndexedDatasetWriter
 from mjax.data.corpus.gpt import split_range, split_tokens
+from mjax.data.corpus.indexed import Watch
 from mjax.errors import UserError
 
 ALL = (1, 0, 0)
@@ -263,6 +264,29 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, name):
     with pytest.raises(
         UserError, match=rf"{name}: changed while it was in use, from \d+ bytes to 20"
     ):
+        data.batch([0, 1])
+
+
+@pytest.mark.parametrize("name", ["corpus.bin", "shuffle.npy"])
+def test_a_file_that_changes_after_it_was_checked_is_named(tmp_path, monkeypatch, name):
+    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(5000))
+    data = GPTDataset(tmp_path / "corpus", "train", [1, 0, 0], 16, None, 1)
+    (file,) = tmp_path.rglob(name)
+    check, size = Watch.check, file.stat().st_size
+
+    def check_then_change(self):
+        check(self)
+        if name == "corpus.bin" and self is data.dataset._watch:
+            os.truncate(file, 20)
+        elif name == "shuffle.npy":  # numbers of samples that there are not
+            with open(file, "r+b") as opened:
+                opened.seek(128)
+                opened.write(b"\x7f" * (size - 128))
+            os.utime(file, (1, 1))
+
+    monkeypatch.setattr(Watch, "check", check_then_change)
+    with pytest.raises(UserError, match=rf"{name}: changed while it was in use, from {size} bytes"):
         data.batch([0, 1])
 
 

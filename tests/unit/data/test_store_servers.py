@@ -20,6 +20,7 @@ from tests.marks import slow
 from tests.store_servers import (
     cut_body,
     faulty_proxy,
+    google_refuses,
     google_store,
     hang_up,
     never,
@@ -204,6 +205,7 @@ def gs(monkeypatch, tmp_path):
     gcsfs = pytest.importorskip("gcsfs")
     monkeypatch.setenv("MJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(object_store, "LONGEST_REQUEST", 1.0)
     fetched_weights.cache_clear()
     with google_store("bucket") as url, faulty_proxy(url) as proxy:
         monkeypatch.setattr(gcsfs.core.GCSFileSystem, "_emulator_location", proxy.url, False)
@@ -229,3 +231,72 @@ def test_text_from_google_and_its_faults(gs, tmp_path):
     gs.faults = []
     with pytest.raises(UserError, match="no such bucket|no file of text"):
         read("gs://bucket/none/a.jsonl")
+
+
+GOOGLE_PASSING = {
+    "slow down": [google_refuses(429)] * 2,
+    "unavailable": [google_refuses(503), google_refuses(500)],
+    "bad gateway": [page_of_a_proxy],
+    "a connection that is closed": [hang_up],
+    "a body that is cut": [cut_body],
+    "a body that is too short": [short_body],
+    "no body": [no_body],
+    "no answer in time": [never],
+    "a body that never ends": [trickle],
+}
+GOOGLE_FINAL = {
+    "forbidden": (google_refuses(403), "the store refuses it"),
+    "unauthorized": (google_refuses(401), "the store refuses it"),
+    "no such object": (google_refuses(404), "no such bucket, folder or object"),
+}
+
+
+@pytest.fixture
+def google_text(gs, tmp_path):
+    (tmp_path / "a.jsonl").write_text(TEXT)
+    object_store.send_file(tmp_path / "a.jsonl", "gs://bucket/text/a.jsonl")
+    gs.of = "alt=media"
+    return gs
+
+
+@pytest.mark.parametrize("fault", GOOGLE_PASSING)
+def test_faults_of_google_that_pass_are_not_seen(fault, google_text):
+    google_text.faults = list(GOOGLE_PASSING[fault])
+    assert read("gs://bucket/text") == [f"line {i}" for i in range(50)]
+    assert not google_text.faults
+
+
+@pytest.mark.parametrize("fault", GOOGLE_FINAL)
+def test_faults_of_google_that_do_not_pass_are_one_line(fault, google_text):
+    google_text.faults = [GOOGLE_FINAL[fault][0]] * 99
+    with pytest.raises(UserError) as e:
+        read("gs://bucket/text")
+    assert GOOGLE_FINAL[fault][1] in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("fault", [google_refuses(503), hang_up, google_refuses(429)])
+def test_faults_of_writes_to_google_pass(fault, gs, tmp_path):
+    run = run_with_steps(tmp_path / "run", 2)
+    gs.of, gs.faults = "POST ", [fault, None, fault]
+    Mirror(run, "gs://bucket/faulty").push()
+    assert Mirror(run, "gs://bucket/faulty").steps() == [2] and not gs.faults
+
+
+def test_a_write_that_google_refuses_leaves_no_step(gs, tmp_path):
+    run = run_with_steps(tmp_path / "run", 2)
+    gs.of, gs.faults = "POST ", [None, None, *[google_refuses(403)] * 99]
+    with pytest.raises(UserError, match="refuses it"):
+        Mirror(run, "gs://bucket/refused").push()
+    gs.faults = []
+    assert Mirror(run, "gs://bucket/refused").steps() == []
+
+
+def test_a_run_pulled_from_google_survives_faults(gs, tmp_path):
+    run = run_with_steps(tmp_path / "run", 2)
+    Mirror(run, "gs://bucket/back").push()
+    (tmp_path / "new").mkdir()
+    gs.of, gs.faults = "alt=media", [google_refuses(503), None, cut_body, hang_up]
+    assert Mirror(tmp_path / "new", "gs://bucket/back").pull() == 2 and not gs.faults
+    for file in (run / "checkpoints/2").rglob("*"):
+        copy = tmp_path / "new/checkpoints/2" / file.relative_to(run / "checkpoints/2")
+        assert file.is_dir() or file.read_bytes() == copy.read_bytes()

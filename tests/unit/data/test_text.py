@@ -6,18 +6,22 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mjax.config import load
 from mjax.config.schema.run import DataConfig
 from mjax.data import IndexedDataset
 from mjax.data.base.tokenizer import load_tokenizer, train_tokenizer
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.text import prepare_text, stdlib_files
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
+from mjax.data.loader import build_datasets
 from mjax.data.preprocess import main
 from mjax.errors import UserError
+from mjax.run.evaluation import HeldOut
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 東京 🚀", "a" * 50, "tail, no newline"]
 
@@ -328,3 +332,23 @@ def test_bigram_beats_unigram_on_ordered_text_and_not_on_noise():
     assert bigram_cross_entropy(cycle, cycle[:500], 50) < 0.1
     noise = rng.integers(0, 50, size=20_000)
     assert abs(bigram_cross_entropy(noise, rng.integers(0, 50, size=5000), 50) - np.log(50)) < 0.15
+
+
+def test_a_text_that_is_edited_while_a_run_trains_leaves_its_data_alone(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}: {TEXTS[0]}" * 4)
+    keys = ["data.tokenizer=byte", "data.seq_length=16", "data.split=[0.8,0.2,0]"]
+    keys += ["train.eval_steps=1", "data.mock=false", "model.vocab_size=300"]
+    keys += [f"data.text={tmp_path}/*.txt", f"run.dir={tmp_path}/run"]
+    cfg = load(overrides=keys)
+    _, held_out = build_datasets(cfg, 4, 4)
+    batches = SimpleNamespace(batches=lambda *which: iter([held_out.batch(range(4))]))
+    line = HeldOut(SimpleNamespace(cfg=cfg), batches).bigram_line
+    before, said = files_of(tmp_path / "run"), line(3.0)
+    (tmp_path / "3.txt").write_text("another text")
+    assert "bigram cross-entropy" in said and line(3.0) == said
+    assert files_of(tmp_path / "run") == before
+
+
+def files_of(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".lock"}

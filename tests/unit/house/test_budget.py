@@ -83,17 +83,17 @@ def core_files() -> dict[Path, str]:
 ROOMS = {
     "config": 4_150,
     "sharding": 950,
-    "kernels": 8_350,
+    "kernels": 8_700,
     "models objectives": 10_300,
     "pipeline": 850,
     "plan": 2_000,
     "optim": 750,
     "data": 6_600,
     "checkpoint interop convert": 13_350,
-    "train run": 5_050,
-    "post": 4_770,
+    "train run": 5_060,
+    "post": 4_850,
     "serve chat": 4_100,
-    "infer generate": 4_200,
+    "infer generate": 4_240,
     "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_000,
 }
 
@@ -191,13 +191,13 @@ def test_functions_are_at_most_60_lines():
     assert not long
 
 
-def test_config_has_at_most_431_keys():
+def test_config_has_at_most_432_keys():
     def leaves(group: type[BaseModel]) -> int:
         kinds = [f.annotation for f in group.model_fields.values()]
         nested = [[k for k in (t, *getattr(t, "__args__", ())) if _is_group(k)] for t in kinds]
         return sum(leaves(groups[0]) if groups else 1 for groups in nested)
 
-    assert 100 < leaves(Config) <= 431
+    assert 100 < leaves(Config) <= 432
 
 
 def _is_group(kind: object) -> bool:

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from mjax.config import load
 from tests.chats import turns, write_lines
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tools.chat_lines import TEMPLATE
 
 ROOT = Path(__file__).parents[3]
@@ -74,6 +75,7 @@ def kitchen(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    jax.devices()  # of this process, which later tests use
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -169,10 +171,10 @@ def slurm() -> None:
     assert said.count("finished at step 2 of 2") == 1 and Path("runs/a/checkpoints/2").is_dir()
 
 
-RECIPES = small_moe, continued, gpt2_124m, images, laptop, lora_8b, slurm
+RECIPES = continued, small_moe, gpt2_124m, images, laptop, lora_8b, slurm
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_each_script_runs_from_its_first_line_to_its_last(recipe, kitchen):
     assert sorted(recipe.__name__ for recipe in RECIPES) == SCRIPTS

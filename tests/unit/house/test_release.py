@@ -168,14 +168,19 @@ def test_the_image_copies_and_installs_what_exists():
     steps = instructions(ROOT / "Dockerfile")
     assert steps[0][0] == "FROM" and steps[-1] == ("ENTRYPOINT", '["mjax"]')
     ignored = (ROOT / ".dockerignore").read_text().split()
+    copied: set[str] = set()
     for kind, rest in steps:
         if kind == "COPY":
+            copied |= set(rest.split()[:-1])
             for name in rest.split()[:-1]:
                 assert (ROOT / name).exists() and f"!{name.split('/')[0]}" in ignored, name
         if kind == "RUN" and "pip install" in rest:
             assert "--only-binary :all:" in rest and "-c requirements/cuda13.txt" in rest
             for extra in re.findall(r"'\.\[(.*?)\]'", rest):
                 assert set(extra.split(",")) <= PROJECT["optional-dependencies"].keys()
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wheel = build["targets"]["wheel"]  # none of its files may be missing when it is built
+    assert {*wheel["packages"], *wheel["force-include"], PROJECT["readme"]} <= copied
 
 
 def run(command: str, folder: Path, **env: str) -> str:

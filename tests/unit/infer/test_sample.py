@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh, PartitionSpec
 
 from mjax.infer.sample import (
     DrawRows,
@@ -21,11 +22,18 @@ from mjax.infer.sample import (
     kept_drafts,
     settings_of,
 )
-from mjax.infer.sampling.limits import largest_reaching, likeliest, limited
+from mjax.infer.sampling import limits
+from mjax.infer.sampling.limits import largest_reaching, likeliest, within_limits
 from mjax.infer.sampling.noise import gumbel, noise
 
 VOCAB = 83
 program = jax.jit(draw_tokens, static_argnames="draws")
+
+
+@jax.jit
+def limited(z, settings):
+    """Which logits stay, at temperatures above 0."""
+    return within_limits(z, settings["temperature"][:, None], settings)
 
 
 def rows_of(samplings, position=0, seed=0, index=None, **parts):
@@ -173,14 +181,23 @@ def test_a_program_computes_what_its_rows_need():
         made = jax.make_jaxpr(draw_tokens, static_argnums=2)(*given, draws_of(samplings))
         return set(primitives(made.jaxpr))
 
-    never = {"sort", "top_k", "cumsum", "while", "cond"}  # the host waits for predicates
-    noisy, search = {"threefry2x32", "log1p"}, "scan"
+    waits = {"while", "cond"}  # for a predicate, which the host or a CUDA graph reads
+    noisy, search, few = {"threefry2x32", "log1p"}, "bitcast_convert_type", "top_k"
     greedy = names([Sampling(), Sampling(top_k=5, top_p=0.5)])
-    assert "argmax" in greedy and not greedy & {*never, *noisy, search, "scatter-add"}
+    assert "argmax" in greedy and not greedy & {*waits, *noisy, search, few, "scatter-add"}
     hot = names([Sampling(), Sampling(1.0)])
-    assert noisy <= hot and not hot & {*never, search}
+    assert noisy <= hot and not hot & {*waits, search, few}
     cut = names([Sampling(1.0, top_k=5, top_p=0.5)])
-    assert search in cut and not cut & never
+    assert few in cut and not cut & {*waits, search}, "all logits are among the few"
+
+
+def test_all_logits_are_searched_in_branches_alone():
+    """Loops would not do: the device takes branches by itself, loops wait for the host."""
+    wide = jax.ShapeDtypeStruct((2, 9000), jnp.float32)
+    jaxpr = jax.make_jaxpr(limited.__wrapped__)(wide, settings_of([Sampling(1.0)] * 2)).jaxpr
+    own = {equation.primitive.name for equation in jaxpr.eqns}
+    search, every = "bitcast_convert_type", set(primitives(jaxpr))
+    assert "cond" in own and search in every - own and not every & {"while", "scan"}
 
 
 # ---- thresholds --------------------------------------------------------------------------------
@@ -195,7 +212,7 @@ def test_thresholds_are_those_of_sorting():
         np.round(rng.normal(size=200), 1), -np.exp(9 * rng.normal(size=200)), np.full(200, -2.5),
     ]).astype(np.float32)  # fmt: skip
     weights = rng.integers(0, 4, z.shape).astype(np.float32)
-    found = jax.jit(largest_reaching)
+    found = jax.jit(lambda z, weights, target: largest_reaching(z, lambda _: weights, target))
     for target in (1, 2, 17, 100, 200, 250):
         bounds = np.asarray(found(z, weights, np.full((len(z), 1), target, np.float32)))
         for row, w, bound in zip(z, weights, bounds[:, 0], strict=True):
@@ -206,12 +223,12 @@ def test_thresholds_are_those_of_sorting():
 def sorted_limits(z, top_k, top_p, min_p):
     """Which tokens of one row stay, by sorting, in fp64."""
     falling = np.sort(z)[::-1]
-    keep = z >= (falling[min(top_k, len(z)) - 1] if top_k else -np.inf)
-    weights = np.where(keep, np.exp(z - z.max()), 0)
-    probs = weights / weights.sum()
-    above = np.array([probs[z > v].sum() for v in z])
+    least = falling[min(top_k, len(z)) - 1] if top_k else -np.inf
+    keep = z >= least
+    masses = np.cumsum([0, *np.where(falling >= least, np.exp(falling - z.max()), 0)])
+    above = masses[np.searchsorted(-falling, -z)] / masses[-1]  # of larger logits
     keep &= (above < top_p) | (top_p >= 1)
-    return keep & (weights >= min_p)
+    return keep & (z - z.max() >= (np.log(min_p) if min_p else -np.inf))
 
 
 @pytest.mark.parametrize("digits", [None, 1, 0])
@@ -226,11 +243,115 @@ def test_limits_keep_what_sorting_keeps(digits):
         "top_p": rng.choice([1.0, 0.999, 0.9, 0.3, 1e-6], 60).astype(np.float32),
         "min_p": rng.choice([0.0, 0.013, 0.3, 1.0], 60).astype(np.float32),
     }
-    found = np.isfinite(jax.jit(limited)(z, settings))
+    hot = {"temperature": np.ones(60, np.float32)}
+    found = np.isfinite(z) & limited(z, settings | hot)
     for row, keep, *one in zip(z, found, *settings.values(), strict=True):
         expected = sorted_limits(row.astype(np.float64), *one) & np.isfinite(row)
         np.testing.assert_array_equal(keep, expected)
     assert (found.sum(1) > 1).sum() > 15 and (found.sum(1) < 301).sum() > 40
+
+
+WIDE = 6_000  # tokens: more than XLA sorts at once
+
+
+def wide_rows():
+    """Rows of logits [9, WIDE] by name: nuclei of few tokens and of most, ties, masks."""
+    rng = np.random.default_rng(3)
+    normal = rng.normal(size=(9, WIDE))
+    of = dict(zip(("peaked", "flat", "tied", "steps", "rest"), normal, strict=False))
+    rows = {
+        "peaked": 4 * of["peaked"],
+        "flat": 0.1 * of["flat"],
+        "tied": np.round(3 * of["tied"], 1),
+        "steps": np.round(of["steps"]),
+        "equal": np.full(WIDE, -2.5),
+        "one": np.where(np.arange(WIDE) == 4_321, 1.0, -np.inf),
+        "masked": np.where(np.arange(WIDE) % 1000 < 3, of["rest"], -np.inf),
+        "half": np.where(np.arange(WIDE) % 2 == 1, of["rest"], -np.inf),
+        "near": -1e-30 * np.arange(WIDE),  # differences that weights do not show
+    }
+    return {name: row.astype(np.float32) for name, row in rows.items()}
+
+
+LIMITS = [
+    dict(top_k=1), dict(top_k=511), dict(top_k=512), dict(top_k=513), dict(top_k=WIDE - 1),
+    dict(top_k=WIDE), dict(top_k=2**31 - 1), dict(top_p=0.9), dict(top_p=1e-6), dict(top_p=0.999),
+    dict(min_p=0.02), dict(min_p=1.0), dict(top_k=20, top_p=0.95), dict(top_k=3000, top_p=0.7),
+    dict(top_k=600, min_p=0.3), dict(top_p=0.8, min_p=0.05), dict(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_limits_of_a_large_vocabulary_keep_what_sorting_keeps(temperature):
+    """Sums in fp32 may miss a bound by a millionth, so sets lie between those of two bounds."""
+    sure = 0
+    for name, row in wide_rows().items():
+        samplings = [Sampling(temperature, **how) for how in LIMITS]
+        z = np.tile(row, (len(LIMITS), 1))
+        found = np.isfinite(z) & limited(z, settings_of(samplings))
+        left = (row - row.max().astype(np.float64)) / temperature
+        for s, keep in zip(samplings, found, strict=True):
+            few, many = (
+                sorted_limits(left, s.top_k, *near(s, by)) & np.isfinite(left)
+                for by in (1 - 1e-5, 1 + 1e-5)
+            )
+            assert (few <= keep).all() and (keep <= many).all(), (name, s)
+            sure += (few == many).all()
+    assert sure > 0.8 * len(wide_rows()) * len(LIMITS)
+
+
+def near(s, factor):
+    """Top-p and min-p that keep a little more or less; all, or the likeliest, stay as they are."""
+    top_p = s.top_p * factor if s.top_p < 1 else 1.0
+    return top_p, min(s.min_p / factor, 1.0)
+
+
+def test_a_row_is_limited_the_same_beside_one_whose_nucleus_is_large():
+    rows, settings = wide_rows(), settings_of([Sampling(1.0, top_p=0.9)] * 2)
+    for other in ("tied", "flat"):
+        pair = limited(np.stack([rows["peaked"], rows[other]]), settings)
+        alone = limited(np.stack([rows["peaked"], rows["peaked"]]), settings)
+        np.testing.assert_array_equal(pair[0], alone[0])
+        assert (pair.sum(1) > 512).tolist() == [False, other == "flat"]
+
+
+def test_all_logits_are_searched_for_drawn_rows_with_large_nuclei_alone(monkeypatch):
+    """Not for greedy rows, nor for those without a request, whose logits may be NaN."""
+    rows, searches = wide_rows(), []
+
+    def search(*given):
+        jax.debug.callback(lambda: searches.append(1))
+        return largest_reaching(*given)
+
+    monkeypatch.setattr(limits, "largest_reaching", search)
+    drawn = jax.jit(lambda z, rows: draw_tokens(z, rows, Draws(True, True)).token)
+    z = np.stack([rows["peaked"], rows["flat"], np.full(WIDE, np.nan, np.float32), rows["flat"]])
+    drawn_row, greedy = Sampling(1.0, top_p=0.9), Sampling(top_k=600, top_p=0.9)
+    many = Sampling(1.0, top_k=600, top_p=0.9)
+    for last, expected in ((Sampling(1.0, top_k=9), 0), (drawn_row, 1), (many, 2)):
+        searches.clear()
+        jax.block_until_ready(drawn(z, rows_of([drawn_row, greedy, greedy, last])))
+        jax.effects_barrier()
+        assert len(searches) == expected, last
+
+
+def test_greedy_rows_have_no_limits():
+    z = np.stack([row for row in wide_rows().values() if np.isfinite(row).all()])
+    rows = rows_of([Sampling(top_k=3, top_p=0.2, min_p=0.5)] * len(z))
+    plain, found = (program(z, rows, draws) for draws in (Draws(), Draws(True, True)))
+    np.testing.assert_array_equal(found.token, plain.token)
+    np.testing.assert_allclose(found.processed, plain.processed, rtol=2e-6)
+
+
+def test_devices_search_for_their_rows_alone():
+    """Rows in lanes of two devices, of which one has a large nucleus."""
+    rows = wide_rows()
+    z = np.stack([rows[name] for name in ("peaked", "tied", "flat", "peaked")])
+    settings = settings_of([Sampling(1.0, top_p=0.9, top_k=k) for k in (0, 20, 0, 5)])
+    mesh, lane = Mesh(jax.devices()[:2], "dp"), PartitionSpec("dp")
+    how = dict(mesh=mesh, in_specs=lane, out_specs=lane, check_vma=False)
+    lanes = jax.shard_map(limited, **how)
+    np.testing.assert_array_equal(jax.jit(lanes)(z, settings), limited(z, settings))
 
 
 # ---- rules, penalties, and the order -----------------------------------------------------------
@@ -298,15 +419,19 @@ def test_the_likeliest_tokens_come_with_their_log_probs():
     assert (found.processed > found.logprob).all(), "of two tokens that are left"
 
 
-def test_the_likeliest_of_a_large_vocabulary_are_those_of_sorting():
-    rng = np.random.default_rng(0)
-    z = np.round(rng.normal(size=(6, 3001)), 1).astype(np.float32)  # with many ties
+@pytest.mark.parametrize("count", [9, 2000])
+def test_the_likeliest_of_a_large_vocabulary_are_those_of_sorting(count):
+    """2,000 blocks of five are more than one sort takes."""
+    rng, size = np.random.default_rng(0), 20_001
+    z = np.round(rng.normal(size=(6, size)), 1).astype(np.float32)  # with many ties
     z[1] = 0.0
     z[2, 5:] = -np.inf
-    z[3] = np.arange(3001)
-    z[4, 2999:] = 9
-    order = np.argsort(-z, axis=1, kind="stable")[:, :9]
-    np.testing.assert_array_equal(jax.jit(likeliest, static_argnums=1)(z, 9), order)
+    z[3] = np.arange(size)
+    z[4, size - 2 :] = 9
+    order = np.argsort(-z, axis=1, kind="stable")[:, :count]
+    found, tokens = jax.jit(likeliest, static_argnums=1)(z, count)
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_array_equal(found, np.take_along_axis(z, order, 1))
 
 
 # ---- drafts ------------------------------------------------------------------------------------

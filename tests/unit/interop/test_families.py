@@ -400,7 +400,10 @@ REFUSED = {
         "partial_rotary_factor=0.25 is not supported (only 0.5)",
     ),
     "sharper gate": (GPT_OSS_20B | dict(swiglu_alpha=2.0), "swiglu_alpha=2.0 is not supported"),
-    "model_type": (dict(model_type="mamba"), "model_type='mamba' is not supported; known: llama"),
+    "model_type": (
+        dict(model_type="mamba"),
+        "model_type='mamba' is not supported; near are",
+    ),
     "unknown key": (dict(altup_num_inputs=4), "altup_num_inputs=4 is not known to mjax"),
     "tensor parallel pretraining": (dict(pretraining_tp=2), "pretraining_tp=2 is not supported"),
     "activation": (dict(hidden_act="mish"), "hidden_act='mish' is not supported"),

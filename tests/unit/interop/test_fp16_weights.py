@@ -18,7 +18,7 @@ from mjax.export.artifact import Artifact
 from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
 from tests.generation import made_ids
-from tests.marks import slow
+from tests.marks import exhaustive
 
 CFG = ModelConfig(
     vocab_size=251,
@@ -54,7 +54,7 @@ def export_hf(monkeypatch, folder) -> None:
     convert.main()
 
 
-@slow
+@exhaustive
 def test_generating_in_fp16_gives_the_tokens_of_fp32(saved, monkeypatch):
     folder, definition, params = saved(1.0)
     want = made_ids((definition, params, CFG), PROMPTS, 12)

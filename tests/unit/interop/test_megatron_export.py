@@ -67,9 +67,10 @@ def exported(run, tmp_path_factory) -> Path:
     return out
 
 
-def test_a_run_comes_back_with_its_optimizer_and_schedule(run, exported, tmp_path):
+def test_a_run_comes_back_with_its_optimizer_and_schedule(run, exported, tmp_path, caplog):
     assert (exported / "latest_checkpointed_iteration.txt").read_text() == "5"
     import_run(exported, tmp_path / "back")
+    assert "optimizer.weight_decay is where the ramp starts" in caplog.text
     ours, back = (StoredArrays(folder / "checkpoints/5") for folder in (run, tmp_path / "back"))
     assert len(ours.paths()) == len(set(back.paths()) & set(ours.paths())) > 20
     for path in ours.paths():

@@ -178,5 +178,5 @@ def test_layers_are_added_after_the_last_only(weights, tmp_path):
     folder, _ = weights
     changes = "checkpoint.init_changes=[num_hidden_layers]"
     trainer = make_trainer(tmp_path, "model.layer_pattern=EG", changes)
-    with pytest.raises(UserError, match="layer 0 of the weights to start from is 'full.mlp', but"):
+    with pytest.raises(UserError, match=f"layer 0 of the weights in {folder} is 'full.mlp', but"):
         trainer.load_params(source_of(folder))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import has_triton
+from mjax.kernels.base.chooser import Device, believed, has_triton
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_recipes import Block128, MxFp8, NvFp4
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks, round_to_format
@@ -307,3 +307,16 @@ def test_hopper_multiplies_blocks_of_experts_too():
     hopper = StandIn(0, 0, "NVIDIA", "9.0")
     for rounds_experts in (False, True):
         Block128().require(hopper, rounds_experts)
+
+
+def test_a_recipe_says_whether_it_is_emulated():
+    """As `--dry-run` prints it."""
+    with believed(Device("gpu", hopper=True)):
+        assert str(Block128()) == "block128 by our kernels"
+        assert [str(r) for r in (Block128(block=32), Block128(emulates=True), MxFp8())] == [
+            "block128, emulated",
+            "block128, emulated",
+            "mxfp8, emulated",
+        ]
+    with believed(Device("cpu")):
+        assert str(Block128()) == "block128, emulated"

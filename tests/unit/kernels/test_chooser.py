@@ -8,8 +8,14 @@ import pytest
 from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.base.attention_call import AttentionCall
-from mjax.kernels.base.chooser import NO_GPU, RULES, Device, believed
-from mjax.plan.kernel_lines import attention_choices, kernel_choices, kernel_lines, reads_pairs
+from mjax.kernels.base.chooser import MOST_SCRATCH, NO_GPU, RULES, Device, believed
+from mjax.plan.kernel_lines import (
+    attention_choices,
+    document_lines,
+    kernel_choices,
+    kernel_lines,
+    reads_pairs,
+)
 from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
@@ -242,9 +248,29 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    # No block calls grouped_matmul yet, nf4 is for adapters only, block_matmul for a recipe, and
-    # others are for serving.
+    # No block calls grouped_matmul yet, keys ask for others, nf4 for adapters, and some are for
+    # serving.
     serving = {"paged_attention", "channels8"}
-    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4", "block_matmul"} - serving)
+    by_key = {"attention_in_8_bits", "nf4", "block_matmul"}
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"} - by_key - serving)
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")
+
+
+def test_a_plan_says_from_how_many_documents_on_attention_gets_another_kernel():
+    """The bound is the last power of two whose gradients cuDNN's backward has room for."""
+    keys = ["model.hidden_size=4096", "model.attention.num_attention_heads=32", "data.mock=true"]
+    keys += ["data.seq_length=8192", "model.max_position_embeddings=8192", "mesh.dp=1"]
+    keys += ["train.micro_batch_size=1", "train.global_batch_size=1", "precision.compute=bfloat16"]
+    sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
+    bound = 1 << (MOST_SCRATCH // (4 * 8192 * 32 * (128 + 1))).bit_length() - 1
+    for device, name in (HOPPER, "mosaic"), (GPU, "xla"):
+        with believed(device):
+            (line,) = document_lines(load(None, keys), sizes)
+            assert f": {name}, because" in line
+            assert line.strip().startswith("attention (full) of rows with more than ")
+            if device is HOPPER:
+                assert f"more than {bound} documents: mosaic, because cuDNN's backward" in line
+            assert line in kernel_lines(load(None, keys), sizes)
+            assert document_lines(load(None, [*keys, "data.document_mask=false"]), sizes) == []
+    assert document_lines(load(None, keys), sizes) == []  # a CPU has one kernel

@@ -18,7 +18,7 @@ from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.triton_interpreter import interpret
 
 # Sizes that fill no tile, that fill some, that are odd.
@@ -277,7 +277,7 @@ def test_block_adds_to_sums_of_gradients():
     assert relative(total["down"] - 1, want) < 5e-3 and np.array_equal(exact(up), exact(want_up))
 
 
-@slow
+@exhaustive
 def test_a_step_is_what_it_was(monkeypatch):
     """In fp32, on a mesh, computing again what is not kept."""
 

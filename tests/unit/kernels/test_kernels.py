@@ -241,7 +241,10 @@ def test_document_offsets_are_starts_and_lengths():
         ({"sinks": jnp.zeros(4)}, "model.attention.attention_sinks"),
         ({"dropout": 0.1}, "model.attention.attention_dropout"),
         ({"mask": "prefix"}, "prefix mask"),
-        ({"mask": "full", "window": 4}, "no windows to both sides .W.; set train.attention=auto"),
+        (
+            {"mask": "full", "window": 4},
+            "no windows to both sides .W, vision_window.; set train.attention=auto",
+        ),
         ({"mask": "cross", "segments": (jnp.zeros((1, 8), int),) * 2}, "segments of cross"),
         ({"dtype": jnp.float32}, "precision.compute"),
         ({"size": 12}, "head_dim=12"),

@@ -15,7 +15,7 @@ from mjax.kernels.loss.rows import LossTile, Terms, rows
 from mjax.prove import Cell, deviation, make_trainer, measure
 from mjax.sharding.collectives import LOCAL
 from tests.devices import GPU, choose_for
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.triton_interpreter import interpret
 
 # Blocks of 256 columns; programs that have one row more than others, or none to spare.
@@ -182,7 +182,7 @@ def test_parts_divide_chunks_and_bound_memory(tokens, vocab, chunk):
         assert cut.bytes(vocab) < 1.75e9 and tokens % cut.part == 0
 
 
-@slow
+@exhaustive
 def test_a_step_on_a_mesh_is_what_it_was(request):
     """In the manual region, on dp and cp, a padded vocabulary, against XLA on one device."""
     before = measure(make_trainer("windows", Cell(), "train.loss_chunk=16"), 1).first

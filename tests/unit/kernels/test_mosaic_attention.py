@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,12 +56,17 @@ def test_auto_takes_ours_where_cudnn_lacks(monkeypatch):
     monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     capped = AttentionCall(scale=1.0, softcap=30.0)
 
-    def chosen(call, q, sinks=None):
+    def chosen(call, q, sinks=None, segments=None):
         columns = jnp.arange(q.shape[1])
-        arrays = AttentionArrays((columns, columns), sinks=sinks)
+        arrays = AttentionArrays((columns, columns), sinks=sinks, segments=segments)
         return resolve(call, q, q, arrays).implementation
 
     assert chosen(PLAIN, _q()) == "cudnn"
+    # Without a bound each token may be a document, for each of which cuDNN keeps a gradient.
+    long = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    assert chosen(PLAIN, long) == "cudnn" and chosen(PLAIN, long, segments=2 * (long,)) == "mosaic"
+    assert chosen(replace(PLAIN, max_documents=8), long, segments=2 * (long,)) == "cudnn"
+    assert chosen(replace(PLAIN, mask="full"), long, segments=2 * (long,)) == "cudnn"
     assert chosen(capped, _q()) == "mosaic"
     assert chosen(PLAIN, _q(), jnp.zeros(2)) == "mosaic"
     assert chosen(capped, _q(jnp.float16)) == "cudnn"  # which then refuses it

@@ -16,7 +16,7 @@ from mjax.kernels.elementwise.norm import NormFacts, NormTile, fused_norm, norm_
 from mjax.models import build, split
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.triton_interpreter import interpret
 
 EPS = 1e-5
@@ -165,7 +165,7 @@ def test_only_a_backward_calls_it(on):
 BIASED = ["model.norm_placement=pre", "model.mlp_bias=true", "model.attention.attention_bias=true"]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_step_on_a_mesh_is_what_it_was(biased, request):
     """In the manual region, scanned and recomputed, rows split over tp and dp: norms before and
@@ -179,7 +179,7 @@ def test_a_step_on_a_mesh_is_what_it_was(biased, request):
     assert deviation(measure(make_trainer("windows", mesh, *extra), 1).first, before) < 1e-5
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "more", [(), pytest.param(("mesh.tp_overlap=always",), marks=pytest.mark.exhaustive)]
 )

@@ -12,7 +12,7 @@ from mjax.models.base.weight import Weight
 from mjax.models.moe.dispatch import make_dispatch
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_down, multiply_up
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.unit.models.test_experts_fp8 import draw, far, in_two, run
 
 T, D, F, E, K, HELD = 48, 32, 64, 4, 2, 2
@@ -33,6 +33,7 @@ def operands(recipe, poisoned: bool) -> list:
     return [x, gates, *weights, make_dispatch(experts, 0, HELD)]
 
 
+@exhaustive
 @pytest.mark.parametrize("recipe", quick([Block128(block=16), MxFp8()]))
 def test_padded_rows_do_not_matter(recipe):
     function = in_two(Expert("silu", True), multiply_up, multiply_down)

@@ -28,9 +28,14 @@ def test_options_reach_the_compiler_or_the_start_is_refused(monkeypatch, known):
     if known:
         made = xla_options.compiler_options(execution, False, [GPU] * 2, deterministic=True)
         assert made == dict(xla_options.DETERMINISTIC) and made["xla_gpu_deterministic_ops"]
+        layers, draws = (xla_options.serving_options(n, False, GPU, invariant=True) for n in (1, 0))
+        assert layers == made == draws | {"xla_gpu_enable_command_buffer": ""} != draws
     else:
         with pytest.raises(UserError, match="run.deterministic: this jaxlib lacks xla_gpu_det"):
             xla_options.compiler_options(execution, False, [GPU], deterministic=True)
+        with pytest.raises(UserError, match="batch_invariant: this jaxlib lacks xla_gpu_det"):
+            xla_options.serving_options(1, False, GPU, invariant=True)
+    assert xla_options.serving_options(10_000, False, GPU) == cublas
 
 
 def test_models_with_a_tower_of_images_read_images():

@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.marks import slow
+from tests.marks import exhaustive
 
 ROOT = Path(__file__).parents[3]
 NOTEBOOK = ROOT / "docs" / "train" / "fine_tuning.ipynb"
@@ -19,7 +19,7 @@ TINY = {
 }
 
 
-@slow
+@exhaustive
 def test_the_notebook_goes_from_text_to_answers(tmp_path, monkeypatch, capsys):
     (tmp_path / "configs").mkdir()
     for name in ("quickstart.yaml", "lora_quickstart.yaml"):

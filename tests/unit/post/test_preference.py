@@ -11,6 +11,7 @@ import pytest
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
+from mjax.post.base import stored_scores
 from mjax.post.preference import main as preference
 from mjax.post.preference import preference_defaults
 from mjax.post.preferences.objective import Preference
@@ -101,3 +102,13 @@ def test_random_pairs_have_a_random_reference_only_where_no_step_computes_one(is
     batch = {"tokens": np.zeros((2, 64), np.int32)}
     made = Preference.of(cfg).make_fields(batch, 0, 0, np.arange(2))
     assert ("ref_log_probs" in made) == is_stored
+
+
+def test_scores_that_only_some_processes_see_are_refused(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(stored_scores, "said_by_all", lambda word: [*said, word])
+    stored_scores.require_one_folder(tmp_path, True)
+    said.append(b"0")
+    stored_scores.require_one_folder(tmp_path, False)
+    with pytest.raises(UserError, match="some processes have scores there .* data.cache_dir"):
+        stored_scores.require_one_folder(tmp_path, True)

@@ -22,7 +22,7 @@ from mjax.post.sft import require_conversations, sft_defaults
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.chats import CHATML, MARKED, chat_config, turns, write_lines, write_tokenizer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tools.chat_lines import main as chat_lines
 
 ROOT = Path(__file__).parents[3]
@@ -72,6 +72,16 @@ def test_defaults_stand_only_where_a_key_is_not_set(tmp_path):
     assert (short.train.eval_interval, short.schedule.warmup_steps) == (1, 0)
 
 
+def test_keys_of_a_model_change_that_of_the_weights(base, tmp_path):
+    folder, path = base
+    keys = [f"checkpoint.init_from={folder}", f"data.conversations.path={path}"]
+    weights = load(None, keys, sft_defaults).model
+    changed = load(None, [*keys, "model.hidden_dropout=0.1"], sft_defaults).model
+    assert changed == weights.model_copy(update={"hidden_dropout": 0.1})
+    whole = load(None, [*keys, "model.hidden_size=32"], sft_defaults).model
+    assert whole.vocab_size != weights.vocab_size
+
+
 @pytest.mark.parametrize(
     "keys, said",
     [
@@ -109,6 +119,7 @@ def exported(monkeypatch, run, out) -> dict:
     return load_file(out / "model.safetensors")
 
 
+@exhaustive
 @pytest.mark.parametrize("template", quick([CHATML, MARKED]))
 def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
     template, base, tmp_path, monkeypatch, capsys

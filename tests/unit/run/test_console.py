@@ -50,6 +50,14 @@ def test_every_line_fits_a_hundred_columns(last, scale, wait):
     assert len(LEGEND) <= COLUMNS
 
 
+def test_what_does_not_fit_is_left_out_whole():
+    names = ("logps/chosen", "logps/rejected", "rewards/accuracies", "rewards/chosen")
+    line = console(10).line(
+        {"step": 10, "eval_loss": 0.5, "eval_tokens": 40} | {f"eval_{name}": -9.5 for name in names}
+    )
+    assert line.endswith("40 tokens  logps/chosen -9.5000  logps/rejected -9.5000")
+
+
 @pytest.mark.parametrize("last", [10, 900, 20_000, 9_999_999])
 def test_lines_of_a_run_have_one_separator_as_numbers_grow(last):
     lines = console(last, seconds_a_line=1e4)

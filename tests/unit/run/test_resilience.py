@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,7 @@ import pytest
 from mjax.run.faults.stopping import GO_ON, SAVE_FAILED, SIGNALED, TAKEN_OVER, TIME_IS_UP, Stopper
 from mjax.sharding.processes.agreement import largest_of_all
 from tests.marks import slow
-from tests.processes import start_process
+from tests.processes import free_port, start_process
 
 
 @pytest.mark.parametrize(
@@ -26,9 +25,9 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back(number, capfd):
     before = signal.signal(number, handler)  # also where these tests run under nohup
     try:
         with Stopper(None) as stopper:
-            assert stopper.ask() == GO_ON
+            assert stopper.ask(jax.devices()) == GO_ON
             os.kill(os.getpid(), number)
-            assert stopper.ask() == SIGNALED
+            assert stopper.ask(jax.devices()) == SIGNALED
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
@@ -40,25 +39,25 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
     try:
         with Stopper(None) as stopper:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stopper.ask() == GO_ON
+            assert stopper.ask(jax.devices()) == GO_ON
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_what_else_a_process_has_to_say_is_outranked_by_a_signal():
     with Stopper(None) as stopper:
-        assert stopper.ask(SAVE_FAILED) == SAVE_FAILED
+        assert stopper.ask(jax.devices(), SAVE_FAILED) == SAVE_FAILED
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopper.ask(SAVE_FAILED) == SIGNALED
-        assert stopper.ask(TAKEN_OVER) == TAKEN_OVER
+        assert stopper.ask(jax.devices(), SAVE_FAILED) == SIGNALED
+        assert stopper.ask(jax.devices(), TAKEN_OVER) == TAKEN_OVER
 
 
 def test_the_wall_time_runs_from_the_making_and_a_signal_outranks_it():
     with Stopper(1e-9) as stopper:
-        assert stopper.ask() == TIME_IS_UP
+        assert stopper.ask(jax.devices()) == TIME_IS_UP
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopper.ask() == SIGNALED
-    assert Stopper(60).ask() == GO_ON
+        assert stopper.ask(jax.devices()) == SIGNALED
+    assert Stopper(60).ask(jax.devices()) == GO_ON
 
 
 def test_sigterm_twice_waits_and_sigint_twice_stops_at_once():
@@ -80,10 +79,11 @@ def test_sigterm_twice_waits_and_sigint_twice_stops_at_once():
     assert run.stdout == "alive\n" and "stopping at once" in run.stderr
 
 
-def test_the_largest_value_of_all_devices_is_replicated():
-    got = largest_of_all(TIME_IS_UP)
+def test_the_largest_value_of_all_devices_is_replicated(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    got = largest_of_all(TIME_IS_UP, jax.devices())
     assert isinstance(got, jax.Array) and int(got) == TIME_IS_UP and got.is_fully_replicated
-    assert int(largest_of_all(GO_ON)) == GO_ON
+    assert int(largest_of_all(GO_ON, jax.devices())) == GO_ON
 
 
 @slow
@@ -95,15 +95,14 @@ def test_two_processes_agree_when_one_is_signaled():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, rank)
         from mjax.run.faults.stopping import Stopper
-        with Stopper(None) as stopper:
-            print(int(stopper.ask()), end=" ")
+        from mjax.sharding.processes.agreement import ends_with_others
+        with ends_with_others(), Stopper(None) as stopper:
+            print(int(stopper.ask(jax.devices())), end=" ")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            print(int(stopper.ask()))
+            print(int(stopper.ask(jax.devices())))
     """
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     runs = [
         start_process(
@@ -127,9 +126,7 @@ def test_a_process_of_several_that_is_asked_to_stop_before_its_first_step_ends()
         print("met", flush=True)
         time.sleep(100)
     """
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", textwrap.dedent(script)]
     runs = [
         start_process([*command, str(rank), str(port)], stdout=subprocess.PIPE, text=True)

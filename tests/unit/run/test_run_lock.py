@@ -52,7 +52,7 @@ def of_another_machine(folder, **changes) -> dict:
     return record
 
 
-def test_the_second_starter_is_told_who_holds_the_folder_until_that_one_dies(tmp_path):
+def test_the_second_starter_is_told_who_holds_the_folder_until_that_one_dies(tmp_path, monkeypatch):
     process = holder(tmp_path)
     line = rf"process {process.pid} on host .* trains in this folder; stop that run or choose"
     try:
@@ -61,10 +61,9 @@ def test_the_second_starter_is_told_who_holds_the_folder_until_that_one_dies(tmp
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    began = time.monotonic()
+    monkeypatch.setattr(run_lock, "PATIENCE", 1e9)  # the kernel vouches for it; no waiting
     with RunLock(tmp_path) as lock:
         assert f"the lock of process {process.pid} " in lock.note and "was stale" in lock.note
-        assert time.monotonic() - began < 2, "the kernel vouches for it; no waiting"
     assert (tmp_path / "run.lock").read_bytes() == b""
     with RunLock(tmp_path) as lock:
         assert lock.note == ""
@@ -153,7 +152,7 @@ def test_a_full_or_failing_disk_does_not_end_the_holder(tmp_path, fast, monkeypa
         RunLock(tmp_path).__enter__()
 
 
-def wait_until(condition, seconds=5.0) -> None:
+def wait_until(condition, seconds=60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

@@ -45,12 +45,11 @@ def test_the_watchdog_ends_a_process_that_beats_no_more(beats, code):
 
 
 def test_reading_the_memory_of_a_device_that_hangs_or_errs_has_an_end(monkeypatch):
-    monkeypatch.setattr(watchdog, "LONGEST_LOOK", 0.2)
-
     def err():
         raise RuntimeError("a device that erred")
 
     assert memory_in_use(lambda: ["0: 3.0 of 9.0 GB"]) == "memory of devices: 0: 3.0 of 9.0 GB"
+    monkeypatch.setattr(watchdog, "LONGEST_LOOK", 0.2)
     assert memory_in_use(lambda: time.sleep(30)) == "memory of devices: no answer in 0.2 s"
     assert memory_in_use(err) == "memory of devices: no answer in 0.2 s"
 

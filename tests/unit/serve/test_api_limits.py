@@ -1,5 +1,6 @@
 """Whatever comes is answered: bad requests, strangers, and callers who leave or do not read."""
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -16,7 +17,9 @@ import httpx
 import pytest
 
 from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.limits import EventStream, event, events_of
 from mjax.serve.base.engines import Piece
+from mjax.serve.protocol.errors import ApiError
 from tests.marks import slow
 from tests.unit.serve.conftest import LENGTH, QUEUED, served
 
@@ -197,7 +200,7 @@ def test_other_routes_and_methods(live, method):
 
 
 def test_a_large_body_is_refused_before_it_is_read(tiny_engine):
-    with served(tiny_engine, most_body=1000, body_seconds=0.5) as live:
+    with served(tiny_engine, most_body=1000) as live:
         body = json.dumps({"prompt": "a" * 2000}).encode()
         kind = {"Content-Type": "application/json"}
         checked(httpx.post(f"{live.url}{TEXT}", content=body, headers=kind), 413)
@@ -205,6 +208,10 @@ def test_a_large_body_is_refused_before_it_is_read(tiny_engine):
             f"{live.url}{TEXT}", content=iter([body[:600], body[600:]]), headers=kind
         )
         checked(reply, 413)
+
+
+def test_a_body_that_does_not_come_is_refused(tiny_engine):
+    with served(tiny_engine, body_seconds=0.5) as live:
         host, port = live.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -235,9 +242,16 @@ def test_a_server_without_an_administrator_has_no_such_routes(tiny_engine):
 
 @pytest.fixture
 def slow_engine(live, monkeypatch):
-    """Steps that leave time to leave."""
+    """Steps that leave time to leave; `engine.slow_steps` counts them."""
     step = live.engine.step
-    monkeypatch.setattr(live.engine, "step", lambda: time.sleep(0.02) or step())
+    monkeypatch.setattr(live.engine, "slow_steps", 0, raising=False)
+
+    def slow_step():
+        live.engine.slow_steps += 1
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(live.engine, "step", slow_step)
     return live
 
 
@@ -254,9 +268,8 @@ def test_who_leaves_frees_pages(slow_engine, stream, own):
         with client.stream("POST", f"{live.url}{TEXT}", json=body) as reply:
             next(reply.iter_lines())
             raise httpx.ReadTimeout("enough")
-    begin = time.monotonic()
     live.at_rest()
-    assert time.monotonic() - begin < 1.0  # to the end it would take two seconds
+    assert live.engine.slow_steps < 90  # to the end it would take 100
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -437,3 +450,37 @@ def test_metrics_have_the_names_of_dashboards(live):
         assert float(count[1]) > 0, found
     assert re.search(r'^vllm:request_success_total{.*finished_reason="length".*} ', found, re.M)
     assert re.search(r"^vllm:generation_tokens_total{", found, re.M)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_stream_ends_where_its_reader_takes_nothing(takes):
+    closed, sent = [], []
+
+    async def events():
+        try:
+            for _ in range(8):
+                await asyncio.sleep(0.05)  # together longer than a reader may take
+                yield b"data: 1\n\n"
+        finally:
+            closed.append(True)
+
+    async def send(message):
+        sent.append(message.get("body"))
+        if not takes and len(sent) == 3:
+            await asyncio.Event().wait()
+
+    async def run():
+        stream = EventStream(b"data: 0\n\n", events(), {}, 0.2, None, ApiError)
+        begin = time.monotonic()
+        await asyncio.wait_for(stream({}, asyncio.Event().wait, send), 10)
+        return time.monotonic() - begin
+
+    seconds = asyncio.run(run())
+    assert closed and (sent[-1] == b"data: [DONE]\n\n") == takes
+    assert len(sent) == (1 + 1 + 8 + 1 if takes else 3) and (takes or seconds >= 0.2)
+
+
+def test_events_that_begin_alike_are_those_of_their_objects():
+    head, choice = {"id": "a", "model": 'x"y'}, {"index": 0, "text": "é", "logprobs": None}
+    for more in ({}, {"usage": None}, {"usage": {"a": 1}, "prompt_token_ids": [1, 2]}):
+        assert events_of(head)(choice, more) == event(head | {"choices": [choice]} | more)

@@ -212,8 +212,9 @@ def test_a_process_that_is_gone_frees_its_pages(unhurried, server):
 
     with contextlib.suppress(asyncio.CancelledError):
         run(server, leaves)
-    time.sleep(0.3)
-    assert run(server, lambda engines: engines.stats())[0]["requests"] == 0
+    until = time.monotonic() + 60
+    while run(server, lambda engines: engines.stats())[0]["requests"]:
+        assert time.monotonic() < until
 
 
 def test_an_error_is_its_requests_own(unhurried, server, monkeypatch):
@@ -301,13 +302,20 @@ def test_a_step_is_a_message(unhurried, server, monkeypatch):
     run(server, serve)
     steps = [message for message in messages if isinstance(message, wire.Step)]
     assert len(steps) <= server.counts.steps < 90
-    assert sum(len(part.token_ids) for step in steps for part in step.parts) == 4 * 50
+    parts = sum(len(part.token_ids) for step in steps for part in step.parts)
+    tokens = sum(len(step.tokens) for step in steps)
+    # The first and the last token of a sample come with more than a token.
+    assert (parts, tokens) == (4 * 2, 4 * 48)
 
 
-def test_an_abort_from_elsewhere_gives_what_is_there(unhurried, server):
+def test_an_abort_from_elsewhere_gives_what_is_there(engine, server, monkeypatch):
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or step())  # 10 s in all
+
     async def serve(engines):
         task = asyncio.create_task(pieces_of(engines, PROMPT, LONG, "mine"))
-        await asyncio.sleep(0.2)
+        while server.counts.steps < 3:
+            await asyncio.sleep(0.02)
         async with Engines([server.address], BYTES) as others:
             await others.abort("unknown")
             await others.abort("mine")

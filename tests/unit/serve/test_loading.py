@@ -16,7 +16,9 @@ from mjax.checkpoint.base.source import array_source
 from mjax.data.multimodal.pictures import packed_prompt, patches_of_picture
 from mjax.errors import UserError
 from mjax.infer.llm import LLM
+from mjax.infer.records import WarmPrograms
 from mjax.infer.requests import SamplingParams
+from mjax.infer.sample import Draws, RowRules, draws_of
 from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf, slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_writer import write_adapter
@@ -26,9 +28,10 @@ from mjax.models.base.context import Context, tokens_of
 from mjax.serve.api.images import expanded_ids, images_of
 from mjax.serve.base.engines import Engines
 from mjax.serve.engine_server import in_thread
-from mjax.serve.loading import ServedModel
+from mjax.serve.loading import _USUAL, ServedModel
 from mjax.serve.options import ServeOptions
 from mjax.serve.protocol.chat_request import Message, MessagePart
+from mjax.serve.protocol.completion_request import CompletionRequest
 from mjax.serve.protocol.errors import ApiError
 from tests.adapters import drawn_adapters
 from tests.laws.serving.tiny import tiny_model
@@ -95,6 +98,30 @@ def wanted(folder: Path, adapters: dict[str, Path]) -> dict[str | None, list[flo
     params = [PARAMS.model_copy(update={"adapter": name}) for name in names]
     outputs = llm.generate([[7, 8, 9]] * len(names), params)
     return {n: o.outputs[0].logprobs for n, o in zip(names, outputs, strict=True)}
+
+
+def test_random_weights_need_a_config_alone(home, tmp_path):
+    """And are of one model whatever the devices."""
+    (tmp_path / "config.json").write_bytes((home / "base" / "config.json").read_bytes())
+    with pytest.raises(UserError, match="safetensors"):
+        LLM(tmp_path, **SIZES)
+    with pytest.raises(UserError, match="max_model_len=9999: the model has .* positions"):
+        LLM(tmp_path, load_format="dummy", max_model_len=9999, **SIZES)
+    with pytest.raises(UserError, match="load_format='none': give auto or dummy"):
+        LLM(tmp_path, load_format="none", **SIZES)
+    one, two = (
+        LLM(tmp_path, load_format="dummy", tensor_parallel_size=tp, **SIZES).engine.runner.params
+        for tp in (1, 2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert min(np.std(np.asarray(array)) for array in one["dense"]["attention"]["kv"]) > 0.01
+    model = tmp_path / "model.yaml"
+    model.write_text("data: {mock: true}\nmodel: {num_hidden_layers: 1, hidden_size: 32}")
+    with pytest.raises(UserError, match="a config file has no weights; --load-format dummy"):
+        LLM(model, **SIZES)
+    options = ServeOptions(str(model), "m", engine={"load_format": "dummy", **SIZES}, warm_up=False)
+    served = ServedModel(options)
+    assert served.engine.cfg.hidden_size == 32 and served.facts.vocab_size == 256
 
 
 @slow
@@ -174,8 +201,8 @@ def test_embeddings_of_a_decoder_and_of_an_encoder(home, tmp_path):
 def test_prompts_with_images_and_those_that_an_encoder_reads(make, tmp_path, monkeypatch):
     (definition, params, cfg), prompts, items = make()
     loaded = Pretrained(cfg, definition, params, None, None)
-    monkeypatch.setattr("mjax.serve.loading.source_of", lambda path: loaded)
-    monkeypatch.setattr("mjax.infer.llm.from_pretrained", lambda path, **named: loaded)
+    monkeypatch.setattr("mjax.serve.loading.config_in", lambda path: loaded.cfg)
+    monkeypatch.setattr("mjax.interop.random_weights.from_pretrained", lambda path, **named: loaded)
     sizes = {**SIZES, "max_num_prefill_tokens": 64, "dtype": "float32"}
     model = ServedModel(ServeOptions(str(tmp_path), "m", engine=sizes, warm_up=False))
     wanted = []
@@ -213,8 +240,8 @@ def test_messages_with_pictures_of_any_size_say_what_the_engine_says(tmp_path, m
     """By a template that writes the token of an image itself, as Qwen's do."""
     (definition, params, cfg), _, _ = qwen_vl()
     loaded = Pretrained(cfg, definition, params, None, None)
-    monkeypatch.setattr("mjax.serve.loading.source_of", lambda path: loaded)
-    monkeypatch.setattr("mjax.infer.llm.from_pretrained", lambda path, **named: loaded)
+    monkeypatch.setattr("mjax.serve.loading.config_in", lambda path: loaded.cfg)
+    monkeypatch.setattr("mjax.interop.random_weights.from_pretrained", lambda path, **named: loaded)
     sizes = {**SIZES, "max_num_prefill_tokens": 64, "dtype": "float32"}
     model = ServedModel(ServeOptions(str(tmp_path), "m", engine=sizes, warm_up=False))
     files, rng = [], np.random.default_rng(1)
@@ -245,3 +272,18 @@ def test_messages_with_pictures_of_any_size_say_what_the_engine_says(tmp_path, m
         return [token async for piece in stream for token in piece.token_ids]
 
     assert run(model, serve) == request.output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "given, drawn",
+    [
+        ({"temperature": 0.0}, Draws()),
+        ({}, Draws(random=True)),
+        ({"top_p": 0.9}, Draws(random=True, limited=True)),
+    ],
+)
+def test_a_request_computes_the_draws_that_it_needs_alone(given, drawn):
+    """On a GPU; thresholds of top-p took 18 % of a step of 256 rows that had none."""
+    params = CompletionRequest(prompt="a", **given).params(SamplingParams())
+    warm, wanted = WarmPrograms(_USUAL[2], all_rules=True), draws_of([params.sampling])
+    assert warm.choose(wanted, RowRules(), 256, 128_000, 1) == (drawn, RowRules())

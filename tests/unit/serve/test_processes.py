@@ -49,7 +49,8 @@ class Started:
         pipe = {"stderr": subprocess.PIPE, "text": True}
         self.process = start_process(command, **pipe)
         self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         with contextlib.suppress(ValueError):
@@ -105,6 +106,7 @@ def streamed(url: str, on_first=lambda: None) -> list[str]:
 def test_what_runs_ends_after_sigterm_and_nothing_new_is_taken(toy):
     server = Started(toy, *SMALL, "--port=0")
     url = server.ready()
+    assert server.lines[0].startswith("mjax: loading ")
     assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
     children = server.children()
     events = streamed(url, server.process.terminate)
@@ -162,8 +164,9 @@ def test_mistakes_are_one_line(toy, tmp_path):
         for arguments, message in cases:
             server = Started(*arguments)
             assert server.code(90) == 2, server.lines
-            time.sleep(0.2)
-            assert len(server.lines) == 1 and message in server.lines[0]
+            server.reader.join(60)
+            last = [line for line in server.lines if not line.startswith("mjax: loading")]
+            assert len(last) == 1 and message in last[0]
 
 
 def test_options_are_read(monkeypatch):
@@ -198,6 +201,22 @@ def test_replicas_have_devices_of_their_own():
     assert [own_devices(given, n, 2) for n in range(2)] == ["4,5", "6,7"]
     with pytest.raises(UserError, match="replica 2 .* 4 devices"):
         own_devices(given, 2, 2)
+
+
+def test_a_pulse_is_never_seen_half_written(tmp_path):
+    """A parent that reads while a child writes must not take a moment for years."""
+    script = "import sys; from pathlib import Path; from mjax.serve.processes import Pulse\n"
+    script += "pulse = Pulse(Path(sys.argv[1]))\nwhile True: pulse.beat()"
+    child = start_process([sys.executable, "-c", script, str(tmp_path / "a")])
+    try:
+        pulse, until = Pulse(tmp_path / "a"), time.monotonic() + 60
+        while not pulse.last:
+            assert time.monotonic() < until and child.poll() is None
+        begin = time.monotonic()
+        seen = [pulse.last for _ in range(200_000)]
+    finally:
+        child.kill()
+    assert min(seen) > begin - 30 and max(seen) <= time.monotonic()
 
 
 def test_an_engine_without_a_step_is_noticed(tmp_path, capsys, monkeypatch):

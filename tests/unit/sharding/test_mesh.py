@@ -1,9 +1,17 @@
 """How a process finds the others, for every launcher, and which GPUs it takes."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 
 from mjax.errors import UserError
+from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.sharding.processes.launcher import Processes, find_processes, gpus_of_process
+from tests.marks import slow
+from tests.processes import free_port, start_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -100,3 +108,42 @@ def test_processes_of_a_node_share_its_gpus():
     assert own(2, 1, "2,3", SLURM_GPUS_PER_TASK="2") is None
     with pytest.raises(UserError, match="cannot share its 8 GPUs evenly"):
         own(3, 0, "0,1,2,3,4,5,6,7")
+
+
+@slow
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_processes_end_together_and_one_that_ends_alone_soon(is_shared):
+    """Process 0, whose end is that of the coordination service, is the first to know."""
+    script = """
+        import sys, time
+        from mjax.errors import UserError, run_cli
+        from mjax.sharding.mesh import start_processes
+        from mjax.sharding.processes.agreement import ends_with_others, values_of_all
+        import numpy as np
+        def main():
+            start_processes()
+            met = values_of_all(np.ones(1, np.int32), jax.devices())
+            me = int(met[0, 0]) - 1 + jax.process_index()
+            with ends_with_others():
+                time.sleep(2 * me if IS_SHARED else 100 * (1 - me))
+                raise UserError("all know")
+        import jax
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        run_cli(main)
+    """
+    script = textwrap.dedent(script).replace("IS_SHARED", str(is_shared))
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}"}
+    env |= {"JAX_NUM_PROCESSES": "2", "XLA_FLAGS": fake_devices(1)}
+    runs = [
+        start_process(
+            [sys.executable, "-c", script],
+            env=env | {"JAX_PROCESS_ID": str(index)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ended = runs if is_shared else runs[1:]
+    said = [run.communicate(timeout=60)[1] for run in ended]
+    assert [run.returncode for run in ended] == [2] * len(ended), said
+    assert all(text.endswith("mjax: error: all know\n") for text in said), said

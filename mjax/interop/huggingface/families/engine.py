@@ -6,6 +6,7 @@ by name. A config is written only if reading it back gives the same model.
 
 import contextlib
 import copy
+import difflib
 import functools
 import math
 import re
@@ -62,8 +63,11 @@ def _model_of(config: dict) -> ModelConfig:
     config = {k: v for k, v in read_of(config).items() if k not in quantization.KEYS_OF_CODES}
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), FAMILIES, n=3)
+        hint = f"near are {', '.join(near)}; " if near else ""
         raise UserError(
-            f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
+            f"config.json: model_type={name!r} is not supported; {hint}"
+            "`mjax convert families` lists all"
         )
     family = FAMILIES[name]
     rest = _Keys(family.left_out | config)

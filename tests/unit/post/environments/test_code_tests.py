@@ -77,7 +77,7 @@ def faults_of(programs: dict, host: dict, tests: list, tmp_path) -> dict[str, st
         lasted = time.monotonic() - begun
         if turn.reward != 0 or not re.match(wanted, turn.reason) or SECRET in turn.reason:
             return f"{turn.reward} {turn.reason}, not {wanted}"
-        return f"lasted {lasted:.1f} s" if lasted > (8 if is_slow else 25) else ""
+        return f"lasted {lasted:.1f} s" if lasted > (30 if is_slow else 60) else ""
 
     with ThreadPoolExecutor(3) as pool:
         said = pool.map(lambda name: fault(*programs[name]), programs)
@@ -118,7 +118,7 @@ def test_a_program_ends_with_the_worker_that_runs_it(tmp_path):
         while not programs_left():
             assert workers.ready(0.05) == []
         assert workers.ready(30)[0][1].reason == "time limit"
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while programs_left():
             assert time.monotonic() < until
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Fields of a batch that were computed on some devices, copied to others of the same process.
+"""Arrays that were computed on some devices, copied to others of the same processes.
 
 Nothing here waits for the host. A field is cut where it was computed, and JAX moves each piece as
 soon as it is there. So a role on devices of its own computes while the trainer's are at work.
@@ -6,6 +6,7 @@ soon as it is there. So a role on devices of its own computes while the trainer'
 
 import functools
 import math
+from collections import defaultdict
 
 import jax
 import numpy as np
@@ -15,26 +16,47 @@ from jax.sharding import PartitionSpec as P
 from mjax.models.attention.zigzag import zigzag
 
 
+def copied_shards(array: jax.Array, target: NamedSharding) -> jax.Array:
+    """A global array on other devices, which their sharding `target` cuts alike.
+
+    Each device gets its shard from one of the same process, which must have it whole.
+    """
+    held, parts = defaultdict(list), []
+    for shard in array.addressable_shards:
+        held[str(shard.index)].append(shard.data)
+    places = target.addressable_devices_indices_map(array.shape)
+    for number, index in enumerate(places.values()):
+        copies = held[str(index)]
+        parts.append(copies[number % len(copies)])
+    moved = jax.device_put(parts, list(places))
+    return jax.make_array_from_single_device_arrays(array.shape, target, moved)
+
+
 def copied_field(
     field: jax.Array, columns: np.ndarray | None, target: NamedSharding, mesh: Mesh
 ) -> jax.Array:
     """A field [B, S, ...] of the devices of `mesh`, sharded as `target` says on its devices.
 
     columns: for each column of the copy the one of `field`, int [S]; None: the same.
+    In each process, field and copy hold the same rows: either all rows, or the process's own share.
     """
     places = target.addressable_devices_indices_map(field.shape)
     row_parts = {rows.indices(len(field)) for rows, *_ in places.values()}
-    groups = math.gcd(len(row_parts), mesh.size)
-    grid = mesh.devices.reshape(groups, -1)
-    by_rows = NamedSharding(Mesh(grid, ("rows", "copies")), P("rows"))
+    begin, end = min(row_parts)[0], max(row_parts)[1]
+    count = len(mesh.local_devices)
+    groups = math.gcd(len(row_parts), count)
+    grid = mesh.devices.reshape(-1, groups, count // groups)
+    axes = "rows" if end - begin == len(field) else ("processes", "rows")
+    by_rows = NamedSharding(Mesh(grid, ("processes", "rows", "copies")), P(axes))
     cut = _moved_to(by_rows)(field)
     parts = {shard.device: shard.data for shard in cut.addressable_shards}
-    size, pieces = len(field) // groups, []
+    own = np.reshape(mesh.local_devices, (groups, -1))
+    size, pieces = (end - begin) // groups, []
     for number, (device, (rows, taken, *_)) in enumerate(places.items()):
-        first, end, _ = rows.indices(len(field))
-        group, skipped = divmod(first, size)
-        part = parts[grid[group, number % grid.shape[1]]]
-        last = skipped + end - first
+        first, stop, _ = rows.indices(len(field))
+        group, skipped = divmod(first - begin, size)
+        part = parts[own[group, number % own.shape[1]]]
+        last = skipped + stop - first
         piece = part[skipped:last]
         # Not in the program above: XLA's partitioner dies of some of its gathers.
         if columns is not None:
@@ -46,11 +68,7 @@ def copied_field(
 @functools.cache
 def _moved_to(sharding: NamedSharding):
     """The program that lays an array out as `sharding` says, on the devices that have it."""
-    return jax.jit(_same, out_shardings=sharding)
-
-
-def _same(array: jax.Array) -> jax.Array:
-    return array
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def columns_of_copy(width: int, given_cp: int, wanted_cp: int) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""Fields that are copied to other devices: the same numbers, each where it is read."""
+"""Arrays that are copied to other devices: the same numbers, each where it is read."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.models.attention.zigzag import zigzag
-from mjax.post.base.copied_fields import columns_of_copy, copied_field
+from mjax.post.base.device_copies import columns_of_copy, copied_field, copied_shards
 
 ROWS, COLUMNS = 12, 16
 
@@ -43,3 +43,18 @@ def test_columns_go_where_context_parallelism_wants_them(given, wanted):
     columns = columns_of_copy(COLUMNS, given, wanted)
     found = on(given) if columns is None else on(given)[columns]
     np.testing.assert_array_equal(found, on(wanted))
+
+
+def pairs_of(devices) -> Mesh:
+    return Mesh(np.array(devices).reshape(-1, 2), ("dp", "tp"))
+
+
+@pytest.mark.parametrize("cut", [P("tp"), P(None, "tp"), P()], ids=str)
+@pytest.mark.parametrize("wanted", [2, 4])
+def test_a_copy_has_the_shards_of_the_array_whatever_its_replicas(cut, wanted):
+    values, devices = np.arange(24.0).reshape(4, 6), jax.devices()
+    array = jax.device_put(values, NamedSharding(pairs_of(devices[:4]), cut))
+    target = NamedSharding(pairs_of(devices[4 : 4 + wanted]), cut)
+    found = copied_shards(array, target)
+    assert found.sharding == target
+    np.testing.assert_array_equal(found, values)

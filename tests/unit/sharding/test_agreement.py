@@ -1,0 +1,95 @@
+"""Unit tests of what processes say to each other: here threads are the processes."""
+
+import threading
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+
+from mjax.errors import UserError
+from mjax.sharding.processes import agreement
+
+
+class Service:
+    """JAX's coordination service; counts what each process reads."""
+
+    def __init__(self, own):
+        self.own = own
+        self.words = {}
+        self.reads = Counter()
+        self.has_changed = threading.Condition()
+
+    def key_value_set_bytes(self, name, word):
+        with self.has_changed:
+            assert name not in self.words
+            self.words[name] = word
+            self.has_changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, name, timeout_ms):
+        with self.has_changed:
+            self.reads[self.own()] += 1
+            assert self.has_changed.wait_for(lambda: name in self.words, timeout=60)
+            return self.words[name]
+
+    def key_value_delete(self, folder):
+        with self.has_changed:
+            for name in [name for name in self.words if name.startswith(f"{folder}/")]:
+                del self.words[name]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Runs an action in so many threads that JAX counts as processes: (service, their results)."""
+
+    def run(number, action):
+        here = threading.local()
+        service = Service(lambda: here.index)
+        monkeypatch.setattr(agreement.distributed.global_state, "client", service)
+        monkeypatch.setattr(agreement.jax, "process_count", lambda: number)
+        monkeypatch.setattr(agreement.jax, "process_index", lambda: here.index)
+
+        class Rounds:
+            def __getitem__(self, topic):
+                return here.rounds[topic]
+
+        monkeypatch.setattr(agreement, "_said", Rounds())
+
+        def of_process(index):
+            here.index, here.rounds = index, defaultdict(count)
+            return action(index)
+
+        with ThreadPoolExecutor(number) as pool:
+            return service, list(pool.map(of_process, range(number)))
+
+    return run
+
+
+@pytest.mark.parametrize("number", [2, 3, 8, 13])
+def test_all_hear_all_words_and_each_process_reads_at_most_thrice(processes, number):
+    rounds = 5
+
+    def action(me):
+        return [agreement.said_by_all(b"%d of %d" % (at, me)) for at in range(rounds)]
+
+    service, heard = processes(number, action)
+    words = [[b"%d of %d" % (at, me) for me in range(number)] for at in range(rounds)]
+    assert heard == [words] * number
+    assert service.reads.total() == 2 * (number - 1) * rounds
+    assert max(service.reads.values()) <= 3 * rounds
+    assert len(service.words) == number  # those of rounds that all have read are gone
+
+
+def test_an_error_of_process_0_is_raised_by_all(processes):
+    def action(me):
+        def fails():
+            assert me == 0
+            raise UserError("no room")
+
+        with pytest.raises(UserError, match="^no room$"):
+            agreement.on_process_0(fails)
+        agreement.on_process_0(lambda: None)
+        agreement.wait_for_every_process("end")
+        return True
+
+    assert processes(3, action)[1] == [True] * 3
