@@ -138,8 +138,8 @@ def engine(way, rows, eight, layers, new=200):
     )
     wall = time.perf_counter() - begin
     lines = [line for line in made.stdout.splitlines() if line.startswith("{")]
-    record = {"case": name, "layers": layers, "wall_s": round(wall, 1), "rc": made.returncode}
-    record |= json.loads(lines[-1]) if lines else {"error": made.stderr[-1500:]}
+    record = json.loads(lines[-1]) if lines else {"error": made.stderr[-1500:]}
+    record |= {"case": name, "layers": layers, "wall_s": round(wall, 1), "rc": made.returncode}
     shown = "case", "wall_s", "rc", "ms", "between_ms", "error"
     print({key: record[key] for key in shown if key in record})
     with open(OUT / "triton_launch_times.json", "a") as file:

@@ -71,7 +71,7 @@ def flip_in_weights(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:
         load = LocalModel.load
 
         def faulty(self, params, *rest):
-            head = _flipped(params["head"], device, bit, slice(None))
+            head = _flipped(params["head"], device, bit, whole=True)
             return load(self, params | {"head": head}, *rest)
 
         context.setattr(LocalModel, "load", faulty)
@@ -114,15 +114,14 @@ def _strike(monkeypatch, steps, bits, times, patch) -> None:
     monkeypatch.setattr(Trainer, "step", step)
 
 
-def _flipped(tree, device: int, bit: int, entries: int | slice = 0):
-    """The local shards with a bit of `entries` of the first fp32 array flipped on the device of
-    this number in the mesh."""
+def _flipped(tree, device: int, bit: int, whole: bool = False):
+    """The local shards with a bit flipped on the device of this number in the mesh: of the first
+    entry of the first fp32 array, or of all its entries."""
     leaves, structure = jax.tree.flatten(tree)
     at = next(i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32)
-    leaf = leaves[at].reshape(-1)
+    bits = lax.bitcast_convert_type(leaves[at], jnp.uint32)
     is_struck = lax.axis_index(AXES) == device
-    mask = jnp.where(is_struck, jnp.uint32(1 << bit), jnp.uint32(0))
-    flipped = lax.bitcast_convert_type(leaf[entries], jnp.uint32) ^ mask
-    leaf = leaf.at[entries].set(lax.bitcast_convert_type(flipped, jnp.float32))
-    leaves[at] = leaf.reshape(leaves[at].shape)
+    places = jnp.arange(bits.size).reshape(bits.shape) < (bits.size if whole else 1)
+    bits ^= jnp.where(is_struck & places, jnp.uint32(1 << bit), jnp.uint32(0))
+    leaves[at] = lax.bitcast_convert_type(bits, jnp.float32)
     return jax.tree.unflatten(structure, leaves)

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.kernels.base.triton_ptx import without_sources
 from mjax.kernels.elementwise.adam import AdamNumbers, Betas, row_update
+from mjax.kernels.elementwise.norm import measured_rows
 from mjax.kernels.fp8.channels import ChannelTile, multiply_few
 from mjax.kernels.recurrence.gated_delta_fused import states_of
 from mjax.plan.absent_devices import as_on, compiler_devices
@@ -103,6 +104,17 @@ def test_the_code_is_that_of_jax_triton(compiled, monkeypatch, tmp_path):
         if name not in ("update_row", "delta_states"):  # whose parameters differ
             old = without_sources(theirs[name][0])
             assert body(ptx) == body(old) and shared == theirs[name][1]
+
+
+def test_no_output_comes_after_one_in_the_place_of_an_input(monkeypatch):
+    """jax-triton passes no pointer to the latter, but counts it: the former would be lost in it."""
+    monkeypatch.setenv("MJAX_TRITON_LAUNCH", "jax-triton")
+    one = SingleDeviceSharding(compiler_devices(H200, 1)[0])
+    x, gain = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=one) for s in ((64, 256), (256,)))
+    with as_on(H200):
+        text = jax.jit(lambda x, gain: measured_rows(x, gain, 1e-5)).lower(x, gain).as_text()
+    (aliased,) = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = 1", text)
+    assert aliased == "2", text
 
 
 def body(ptx: str) -> str:

@@ -85,22 +85,28 @@ def _by_jax_triton(inputs: Sequence[jax.Array], call: KernelCall) -> list[jax.Ar
     import jax_triton
 
     prefer_own_ptxas()
-    more = {"out_shape": list(call.outputs)}
+    places, aliases = list(range(len(call.outputs))), dict(call.aliases)
+    more: dict[str, Any] = {"out_shape": list(call.outputs)}
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # jax-triton >= 0.4
+        # It passes no pointer to an aliased output, but XLA counts one. So these come last: any
+        # output behind one would be written to that one's memory.
+        places.sort(key=lambda o: o in aliases.values())
+        aliases = {i: places.index(o) for i, o in aliases.items()}
         unpassed = [call.kernel.arg_names[len(inputs) + o] for _, o in call.aliases]
         # fusion of multiplication and addition is said, for triton's default changes
         options = {"enable_fp_fusion": True, "ptx_version": PTX_VERSION}
-        more = {"out_type": list(call.outputs), "backend_options": options}
+        more = {"out_type": [call.outputs[o] for o in places], "backend_options": options}
         more |= dict.fromkeys(unpassed)
-    return jax_triton.triton_call(
+    found = jax_triton.triton_call(
         *inputs,
         kernel=call.kernel,
         grid=(call.programs,),
         num_warps=call.warps,
-        input_output_aliases=dict(call.aliases),
+        input_output_aliases=aliases,
         **more,
         **dict(call.constants),
     )
+    return [found[places.index(o)] for o in range(len(places))]
 
 
 def _lowered(ctx: Any, *operands: Any, call: KernelCall) -> Sequence[Any]:
