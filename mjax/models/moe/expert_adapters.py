@@ -1,7 +1,8 @@
 """The products of experts' adapters (`models/base/adapter.py`): grouped matmuls of low rank.
 
 Each expert has an adapter of its own. Rows, groups and gates are those of the experts' weights
-(`expert_matmuls.py`).
+(`expert_matmuls.py`). Dropout of what they read is drawn by a token's place for `up`, so it is the
+same for all its experts, as it is for gate and up. For `down` it is drawn for each expert, too.
 """
 
 import functools
@@ -11,16 +12,23 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
-from mjax.models.base.adapter import Adapter
+from mjax.models.base.adapter import Adapter, InputDropout, add_product
 from mjax.models.base.weight import Weight, plain_value, value_with_adapter
 from mjax.models.moe.dispatch import Dispatch, gates_of_rows, rows_of_tokens, sums_of_rows
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_up
 
 
-def adapter_up(expert: Expert, x: jax.Array, adapter: Adapter, dispatch: Dispatch) -> jax.Array:
-    """[M, (2,) F]: the adapters' part of `multiply_up`, of tokens x [T, D]."""
+def adapter_up(
+    expert: Expert,
+    x: jax.Array,
+    adapter: Adapter,
+    dispatch: Dispatch,
+    places: jax.Array | None,
+) -> jax.Array:
+    """[M, (2,) F]: the adapters' part of `multiply_up`, of tokens x [T, D] at int32 [T, 2]."""
     a, b = _matrices_of_experts(adapter, x)
+    x = _dropped(x, adapter.dropout, places)
     experts, rank, *outputs = b.shape
     first = Weight(a)
     low = multiply_up(expert, x, first, dispatch)
@@ -31,16 +39,55 @@ def adapter_up(expert: Expert, x: jax.Array, adapter: Adapter, dispatch: Dispatc
 
 
 def adapter_down(
-    expert: Expert, h: jax.Array, gates: jax.Array, adapter: Adapter, dispatch: Dispatch
+    expert: Expert,
+    h: jax.Array,
+    gates: jax.Array,
+    adapter: Adapter,
+    dispatch: Dispatch,
+    numbers: jax.Array | None,
 ) -> jax.Array:
-    """[T, D]: the adapters' part of `multiply_down`."""
+    """[T, D]: the adapters' part of `multiply_down`; `numbers_of_rows` key its dropout."""
     a, b = _matrices_of_experts(adapter, h)
     of_rows = gates_of_rows(gates, dispatch)
-    rows = expert.weighted(h, of_rows)
+    rows = _dropped(expert.weighted(h, of_rows), adapter.dropout, numbers)
     low = _grouped(expert.kernel, rows, a, dispatch.sizes)
     low = adapter.scale * low
     y = _grouped(expert.kernel, low, b, dispatch.sizes)
     return _sums_of_pairs(y, dispatch)
+
+
+def numbers_of_rows(
+    places: jax.Array | None, experts: jax.Array, dispatch: Dispatch
+) -> jax.Array | None:
+    """(row, column, expert) of each row, int32 [M, 3]; of tokens at `places` [T, 2], if any."""
+    if places is None:
+        return None
+    of_tokens = rows_of_tokens(places, dispatch)
+    of_experts = jnp.take(experts.reshape(-1), dispatch.pairs, mode="clip")
+    return jnp.column_stack([of_tokens, of_experts])
+
+
+def multiply_one(
+    x: jax.Array,
+    w: Weight,
+    dropout: InputDropout | None,
+    numbers: jax.Array | None,
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """x [T, K] times the weight of one expert, with its adapter's product of what is left of x."""
+    y = jnp.tensordot(x, w.value, 1, preferred_element_type=dtype)
+    if w.adapter is None:
+        return y
+    return add_product(y, _dropped(x, dropout, numbers), None, w.adapter)
+
+
+def _dropped(x: jax.Array, dropout: InputDropout | None, numbers: jax.Array | None) -> jax.Array:
+    return x if dropout is None else dropout.of_rows(x, numbers)
+
+
+def without_dropout(adapter: Adapter) -> Adapter:
+    """Adapters whose arrays all have an axis of experts: dropout has none."""
+    return replace(adapter, dropout=None)
 
 
 def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -61,7 +108,7 @@ def _matrices_of_experts(adapter: Adapter, like: jax.Array) -> tuple[jax.Array, 
     def of_one(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         return adapter.matrices(like.dtype)
 
-    return jax.vmap(of_one)(adapter)
+    return jax.vmap(of_one)(without_dropout(adapter))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -95,6 +95,14 @@ def test_gradients_follow_from_those_of_whole_weights(feature, keys):
             ("latent attention", Cell({"cp": 2, "tp": 4}, 1, 1), ()),
             ("hybrid", Cell({"dp": 2, "tp": 4}, 3, 2), ()),
             ("experts", Cell({"ep": 2, "tp": 4}, 1, 3), ("mesh.expert_tp=1",)),
+            ("experts", Cell({"ep": 2, "tp": 2, "cp": 2}, 3, 2), ("lora.dropout=0.3",)),
+            ("experts", Cell({"ep": 2, "tp": 2}), ("mesh.expert_tp=1", "lora.dropout=0.3")),
+            ("experts", Cell({"pp": 2, "ep": 2}), ("train.experts=loop", "lora.dropout=0.3")),
+            (
+                "experts",
+                Cell({"ep": 4}, 1, 2),
+                ("train.expert_exchange=all_to_all", "lora.dropout=0.3"),
+            ),
         ]
     ),
 )
