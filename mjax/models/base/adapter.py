@@ -150,7 +150,7 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
     y = y + jnp.tensordot(low, b, 1)
     if adapter.magnitude is None:
         return y
-    stretch = _stretch(value, adapter)
+    stretch = dora_factors(value, adapter)
     stretch = stretch.astype(y.dtype)
     return y * stretch.reshape(outputs)
 
@@ -180,7 +180,7 @@ def adapted_value(value: jax.Array, adapter: Adapter) -> jax.Array:
     whole = whole + change.reshape(value.shape)
     if adapter.magnitude is not None:
         matrix = value.reshape(inputs, -1)
-        stretch = _stretch(matrix, adapter)
+        stretch = dora_factors(matrix, adapter)
         whole = whole * stretch.reshape(outputs)
     return whole.astype(value.dtype)
 
@@ -194,7 +194,7 @@ def lengths(value: jax.Array, inputs: int) -> jax.Array:
     return jnp.sqrt(total)[None]
 
 
-def _stretch(value: jax.Array, adapter: Adapter) -> jax.Array:
+def dora_factors(value: jax.Array, adapter: Adapter) -> jax.Array:
     """DoRA's factor of each output, fp32 [N]: its trained length over that of W + scale * a b.
 
     The length that divides takes no gradient. It is summed up by parts, for which no a b is made.

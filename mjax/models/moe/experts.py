@@ -22,7 +22,7 @@ from mjax.kernels.base.chooser import choose
 from mjax.kernels.fp8.blocks import Blocks
 from mjax.models.base.adapter import InputDropout
 from mjax.models.base.context import Context
-from mjax.models.base.weight import Weight, plain_value, read_value
+from mjax.models.base.weight import Weight
 from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
 from mjax.models.moe.exchange import (
@@ -37,12 +37,11 @@ from mjax.models.moe.exchange import (
 )
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_adapters import (
-    adapter_down,
-    adapter_up,
+    add_adapter_up,
+    multiply_down_adapted,
     multiply_one,
     numbers_of_rows,
-    values_of_experts,
-    without_dropout,
+    weights_one_by_one,
 )
 from mjax.models.moe.expert_matmuls import bias_of_rows, multiply_down, multiply_up
 from mjax.models.moe.matmuls_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
@@ -197,16 +196,12 @@ def _sums_of_experts(
     if down.scales_tensors:
         by_down = functools.partial(multiply_down8, parallel)
     h = by_up(expert, routed.x, replace(up, adapter=None), dispatch)
-    if up.adapter is not None:
-        h = h + adapter_up(expert, routed.x, up.adapter, dispatch, routed.places)
+    h = add_adapter_up(h, expert, routed.x, up, dispatch, routed.places)
     h = checkpoint_name(h, up.name)
     if bias is not None:
         h = h + bias_of_rows(bias, dispatch)
-    y = by_down(expert, h, routed.gates, replace(down, adapter=None), dispatch)
-    if down.adapter is not None:
-        numbers = numbers_of_rows(routed.places, routed.experts, dispatch)
-        y = y + adapter_down(expert, h, routed.gates, down.adapter, dispatch, numbers)
-    return y
+    numbers = numbers_of_rows(routed.places, routed.experts, dispatch)
+    return multiply_down_adapted(by_down, expert, h, routed.gates, down, dispatch, numbers)
 
 
 def _rows_of_pass(
@@ -308,16 +303,8 @@ def every_expert(
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    both = tuple(_weights_one_by_one(w, x.dtype) for w in weights[:2])
+    both = tuple(weights_one_by_one(w, x.dtype) for w in weights[:2])
     numbers = first + jnp.arange(held, dtype=jnp.int32)
     one_each = *both, gates.T, weights.up_bias, numbers
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)
-
-
-def _weights_one_by_one(w: Weight, dtype: jnp.dtype) -> Weight:
-    """Plain weights [E, ..], with adapters where these drop out; others are added."""
-    if w.adapter is not None and w.adapter.dropout is not None:
-        return Weight(plain_value(w, dtype), adapter=without_dropout(w.adapter))
-    is_frozen = w.adapter is not None or w.is_coded
-    return Weight(values_of_experts(w, dtype) if is_frozen else read_value(w))

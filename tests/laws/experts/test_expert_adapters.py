@@ -39,42 +39,49 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
+def product(w: Weight, expert: int, x: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """x [K] times an expert's W, its adapter of what is left of x; with DoRA columns are scaled."""
+    one, scale, length = w.adapter, w.adapter.scale, w.adapter.magnitude
+    base, a, b = (np.asarray(array[expert]) for array in (w.value, one.a, one.b))
+    change = scale * np.einsum("k...r,r...n->k...n", a, b)
+    y = np.tensordot(x, base, 1) + np.tensordot(left, change, 1)
+    if length is None:
+        return y
+    return y * length[expert, 0] / np.linalg.norm(base + change, axis=0)
+
+
 @pytest.mark.parametrize("kernel", ["xla", "loop"])
-def test_dropout_is_drawn_by_a_tokens_place_and_of_down_by_its_expert(kernel):
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_token_s_experts_are_the_formula(dora, kernel):
+    """Dropout is drawn by a token's place, and of `down` by the expert, too."""
     experts = np.array([[[0, 2], [3, 1], [2, 3]], [[1, 2], [0, 3], [2, 1]]], np.int32)
     x, gates = drawn(B, S, D), np.abs(drawn(B, S, 2))
-    up, down = drawn(E, D, 2, F), drawn(E, F, D)
-    up_a, up_b, down_a, down_b = (
-        drawn(E, D, 2, RANK),
-        drawn(E, RANK, 2, F),
-        drawn(E, F, RANK),
-        drawn(E, RANK, D),
-    )
-    keys = jax.random.key(1), jax.random.key(2)
-    dropouts = [
-        InputDropout(TokenPlaces(key, jnp.array(ROWS), jnp.array(COLUMNS)), RATE) for key in keys
-    ]
-    of_up = Adapter(up_a, up_b, dropout=dropouts[0], scale=SCALE, halves=1)
-    of_down = Adapter(down_a, down_b, dropout=dropouts[1], scale=SCALE)
-    weights = ExpertWeights(Weight(up, adapter=of_up), Weight(down, adapter=of_down))
+    keys, weights = jax.random.split(jax.random.key(1)), []
+    for key, inputs, outputs, halves in ((keys[0], D, (2, F), 1), (keys[1], F, (D,), None)):
+        places = TokenPlaces(key, jnp.array(ROWS), jnp.array(COLUMNS))
+        a = drawn(E, inputs, *outputs[: halves or 0], RANK)
+        length = 1 + np.abs(drawn(E, 1, *outputs)) if dora else None
+        adapter = Adapter(
+            a,
+            drawn(E, RANK, *outputs),
+            length,
+            InputDropout(places, RATE),
+            scale=SCALE,
+            halves=halves,
+        )
+        weights.append(Weight(drawn(E, inputs, *outputs), adapter=adapter))
     routing = Routing(experts, gates, *(jnp.ones((B, S, E)),) * 2)
     ctx = Context(kernels=Kernels(experts=kernel))
-    y = jax.jit(lambda x: run_experts(x, routing, weights, CFG, ctx).y)(x)
+    run = jax.jit(lambda x: run_experts(x, routing, ExpertWeights(*weights), CFG, ctx).y)
 
     wanted = np.zeros((B, S, D))
     for i, j, n in np.ndindex(B, S, 2):
         expert, place = experts[i, j, n], (ROWS[i], COLUMNS[j])
-        left = x[i, j] * kept(keys[0], D, *place)
-        h = [
-            x[i, j] @ up[expert, :, half]
-            + SCALE * left @ up_a[expert, :, half] @ up_b[expert, :, half]
-            for half in (0, 1)
-        ]
+        h = product(weights[0], expert, x[i, j], x[i, j] * kept(keys[0], D, *place))
         h = silu(h[0]) * h[1]
-        left = h * kept(keys[1], F, *place, expert)
-        out = h @ down[expert] + SCALE * left @ down_a[expert] @ down_b[expert]
-        wanted[i, j] += gates[i, j, n] * out
-    np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-4)
+        y = product(weights[1], expert, h, h * kept(keys[1], F, *place, expert))
+        wanted[i, j] += gates[i, j, n] * y
+    np.testing.assert_allclose(run(x), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_held_out_losses_have_no_dropout():
