@@ -113,17 +113,12 @@ def check_drafts(cfg: ModelConfig, drafts: int, drafter: object) -> None:
         )
 
 
-def check_stages(has_adapters: bool, drafter_depths: int) -> None:
-    """Raise `UserError` for a model or an option of an engine that stages of layers lack."""
+def check_stages(drafter_depths: int) -> None:
+    """Raise `UserError` for an option of an engine that stages of layers lack."""
     if drafter_depths:
         raise UserError(
             "speculative_method=mtp with pp or pipeline_parallel_size above 1: layers of "
             "multi-token prediction have no stage; take ngram, or no stages"
-        )
-    if has_adapters:
-        raise UserError(
-            "adapters of single requests with pp or pipeline_parallel_size above 1 are not built; "
-            "merge one into the model, or take more devices of tp"
         )
 
 

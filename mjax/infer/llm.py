@@ -16,7 +16,7 @@ from mjax.data.base.chat import load_chat_template
 from mjax.data.base.chat_ids import reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.checks import check_stages, text_length
+from mjax.infer.checks import text_length
 from mjax.infer.engine import Engine
 from mjax.infer.records import Request
 from mjax.infer.requests import RequestOutput, SamplingParams
@@ -84,8 +84,7 @@ class LLM:
         """
         keep_compiled_programs()
         dtype, folders = dtype or usual_dtype(), [*(adapters or {}).values()]
-        adapted = bool(folders) or max_loras is not None
-        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size, adapted)
+        mesh = _serving_mesh(tensor_parallel_size, pipeline_parallel_size)
         apart = pipeline_parallel_size == 1  # stages are made of stacks
         loaded = loader_of(load_format)(model, mesh=mesh, dtype=dtype, apart=apart)
         self.slots = None if max_loras is None else slots_of(loaded, max_loras, max_lora_rank)
@@ -202,12 +201,11 @@ def _with_adapters(
     return with_stack(loaded, folders) if folders else loaded
 
 
-def _serving_mesh(devices: int, stages: int, has_adapters: bool) -> Mesh | None:
+def _serving_mesh(devices: int, stages: int) -> Mesh | None:
     """The mesh of an engine. Raises `UserError` where there is none of these sizes."""
     option = f"tensor_parallel_size={devices}"
     if stages != 1:
         option += f" and pipeline_parallel_size={stages}"
-        check_stages(has_adapters, 0)
     return tensor_parallel_mesh(devices, option, stages)
 
 

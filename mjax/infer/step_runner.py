@@ -52,7 +52,6 @@ from mjax.infer.weights import (
     take_apart,
 )
 from mjax.infer.whole_prompts import largest_inputs
-from mjax.models.base.adapted import has_slots
 from mjax.models.base.params import Definition
 from mjax.plan.xla_options import serving_options
 from mjax.sharding.mesh import parallel_of
@@ -122,7 +121,7 @@ class StepRunner:
         self._layout = None if mesh is None else stages_for(cfg, parallel_of(mesh).pp)
         self._mesh = mesh
         if self._layout is not None:
-            check_stages(has_slots(definition.specs), depths)
+            check_stages(depths)
         self.params: dict | None = self._placed(params, donate)
         self._places = jax.tree.map(lambda p: p.sharding, self.params)
         # A step of two rows is faster than one of one row: XLA then makes each norm one kernel.

@@ -8,12 +8,13 @@ the model without an adapter. Ranks below the largest are filled up with zeros.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from mjax.checkpoint.base.hub import model_folder
 from mjax.checkpoint.base.source import Path as Leaf
@@ -34,8 +35,7 @@ from mjax.interop.pretrained import Pretrained
 from mjax.interop.sources import source_of
 from mjax.models.base.adapted import part_path, part_shapes
 from mjax.models.base.params import with_specs
-from mjax.sharding.mesh import parallel_of
-from mjax.sharding.rules import param_partitions
+from mjax.pipeline.storage import sharded_by_stages
 from mjax.sharding.spec import ParamSpec
 
 
@@ -66,9 +66,8 @@ def with_arrays(model: Pretrained, specs: dict, arrays: dict) -> Pretrained:
     if model.mesh is None:
         places = SingleDeviceSharding(jax.devices()[0])
     else:
-        whole = flatten_dict(param_partitions(specs, parallel_of(model.mesh)))
-        cuts = unflatten_dict({path: whole[path] for path in flatten_dict(arrays)})
-        places = jax.tree.map(lambda cut: NamedSharding(model.mesh, cut), cuts)
+        place, declared = partial(sharded_by_stages, mesh=model.mesh), flatten_dict(specs)
+        places = unflatten_dict({path: place(declared[path]) for path in flatten_dict(arrays)})
     params = joined_trees(model.params, jax.device_put(arrays, places))
     return replace(model, definition=with_specs(model.definition, specs), params=params)
 

@@ -21,6 +21,7 @@ from mjax.infer.checks import text_length
 from mjax.infer.engine import GREEDY, LIMITED, RANDOM
 from mjax.infer.llm import LLM
 from mjax.infer.sample import Draws
+from mjax.infer.stages.weights_in_stages import arrays_in_stages
 from mjax.infer.weights import form_of, require_weights, usual_dtype
 from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.pretrained import Pretrained, from_pretrained
@@ -205,8 +206,9 @@ class ServedModel:
             if name in self.engine.adapters or name == server.facts.name:
                 raise UserError(f"{name} is there already; unload it, or give another name")
             slot = self._free_slot()
-            changed = with_changed(self._weights(), self.slots.put(slot, found))
-            self.engine.runner.params = changed
+            runner, held = self.engine.runner, self._weights()
+            changed = arrays_in_stages(self.slots.put(slot, found), runner.programs.layout)
+            runner.params = with_changed(held, changed)
             self.engine.adapters[name] = slot
             server.forget_prefixes()  # of another adapter of this name
             self._tell(server)

@@ -21,14 +21,12 @@ def teachers_have_no_pipeline(c: Config) -> Iterator[str]:
         yield "`mesh.pp`: the teacher of a step needs `distill.teacher_mesh` or `distill.stored`"
 
 
-@rule("leave distill.hidden_layers out, or train with distill.teacher and without lora.rank")
+@rule("leave distill.hidden_layers out, or train with distill.teacher")
 def outputs_of_layers_are_computed(c: Config) -> Iterator[str]:
     if not c.distill.hidden_layers or c.train.objective != "distill":
         return
     if c.distill.stored is not None:
         yield "`distill.hidden_layers`: `distill.stored` has no outputs of layers"
-    if c.lora.rank:
-        yield "`distill.hidden_layers` is not built with `lora.rank`"
     if not c.distill.hidden_losses:
         yield "`distill.hidden_layers` has no loss: `distill.hidden_losses` is empty"
     if max(c.distill.hidden_layers) >= c.model.num_hidden_layers:

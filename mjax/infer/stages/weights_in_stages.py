@@ -4,6 +4,7 @@ They come from stacks [L, ...] in any order and cut. Invariant: beside its own l
 its part of one stack, and one layer of each stage.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mjax.checkpoint.base.source import Path
 from mjax.kernels.fp8.channels import Channels8
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import mesh_axes
@@ -21,6 +23,18 @@ from mjax.sharding.mesh import on_shards, parallel_of
 def rows_of_slots(layout: Layout, stack: str) -> np.ndarray:
     """int32 [slots of the stack, pp]: the row of the stack that each stage has; -1: none."""
     return layout.storage_rows(stack).reshape(layout.pp, -1).T
+
+
+def arrays_in_stages(
+    arrays: Mapping[Path, np.ndarray], layout: Layout | None
+) -> dict[Path, np.ndarray]:
+    """Parameters by path, those of stacks [L, ...] as [slots, pp, ...] with zeros for no layer."""
+    found = dict(arrays)
+    for path, array in arrays.items():
+        if layout is not None and path[0] in layout.stacks:
+            nothing = np.zeros_like(array[:1])
+            found[path] = np.concatenate([array, nothing])[rows_of_slots(layout, path[0])]
+    return found
 
 
 class StackMove(NamedTuple):

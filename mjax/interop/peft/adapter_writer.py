@@ -72,7 +72,7 @@ def write_adapter(
         settings[target] = Setting(pair.rank, pair.scale, is_parameter, modules[name].transposed)
     wrapped = [name for name, setting in settings.items() if setting.is_parameter]
     if wrapped and adapters.dora:
-        raise UserError(f"adapter: PEFT has no DoRA for {wrapped[0]}; train without lora.dora")
+        raise UserError(f"adapter: PEFT has no DoRA for {wrapped[0]}; merge it")
     names = names_in_memory(cfg, specs)
     of_hub = hub_name(adapters.base)
     config = write_adapter_config(
@@ -117,8 +117,8 @@ def _pair_of_module(
     if adapters.dora:
         if len(found) < len(module.parts) or module.experts > 1 or module.role != "matrix":
             raise UserError(
-                f"adapter: PEFT has no DoRA for a part of {module.name}; adapt all parts of it, "
-                "none that is of experts or a table, or train without lora.dora"
+                f"adapter: PEFT has no DoRA for experts, tables or some parts of a module, as for "
+                f"{module.name}; merge it (mjax convert merge), or train without lora.dora"
             )
         length = np.empty(module.outputs, found[0][1].magnitude.dtype)
         for part, pair in found:

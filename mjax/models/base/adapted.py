@@ -136,17 +136,6 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
                     f"matmuls are {', '.join(matmuls)} (--dry-run lists their names), tables are "
                     "the roles embedding and head"
                 )
-    of_experts = any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items())
-    if lora.dropout and of_experts:
-        raise UserError(
-            "lora.dropout is not built for adapters of experts (PEFT has none there either); name "
-            "the other matmuls in lora.targets, or set lora.dropout=0"
-        )
-    if lora.dora and of_experts:
-        raise UserError(
-            "lora.dora=true trains lengths of weights, which experts have none of here; name the "
-            "other matmuls in lora.targets, or set lora.dora=false"
-        )
 
 
 def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:

@@ -6,6 +6,7 @@ other one is whole. So x a b is summed over devices together with x W, and an ad
 exchange. Invariant: with b = 0 the product is that of W, bit for bit.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -55,21 +56,27 @@ class InputDropout:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [M, K] of all tokens, or of those of this tp device."""
-        key, rows, columns = self.places
-        tokens, inputs = x.shape
+        return self.of_rows(x, self.places_of(len(x)))
+
+    def places_of(self, tokens: int) -> jax.Array:
+        """(row, column) of all tokens, or of the so many of this tp device: int32 [M, 2]."""
+        _, rows, columns = self.places
         if tokens < len(rows) * len(columns):
             columns = self.parallel.shard(columns, "tp", 0)
         assert tokens == len(rows) * len(columns), "dropout of adapters: tokens of another stream"
+        grid = jnp.meshgrid(rows, columns, indexing="ij")
+        return jnp.stack(grid, -1).reshape(tokens, 2)
+
+    def of_rows(self, x: jax.Array, numbers: jax.Array) -> jax.Array:
+        """x [M, K], whose draws depend on the numbers int32 [M, n] of its rows."""
+        inputs = x.shape[1]
         whole = inputs * self.parallel.tp if self.cuts_inputs else inputs
 
-        def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(key, row)
-            own = jax.random.fold_in(own, column)
+        def of_row(numbers: jax.Array) -> jax.Array:
+            own = functools.reduce(jax.random.fold_in, numbers, self.places.key)
             return jax.random.bernoulli(own, 1 - self.rate, (whole,))
 
-        of_row = jax.vmap(of_token, (None, 0))
-        stays = jax.vmap(of_row, (0, None))(rows, columns)
-        stays = stays.reshape(tokens, whole)
+        stays = jax.vmap(of_row)(numbers)
         if self.cuts_inputs:
             stays = self.parallel.shard(stays, "tp", 1)
         return jnp.where(stays, x / (1 - self.rate), 0).astype(x.dtype)
@@ -143,7 +150,7 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
     y = y + jnp.tensordot(low, b, 1)
     if adapter.magnitude is None:
         return y
-    stretch = _stretch(value, adapter)
+    stretch = dora_factors(value, adapter)
     stretch = stretch.astype(y.dtype)
     return y * stretch.reshape(outputs)
 
@@ -173,7 +180,7 @@ def adapted_value(value: jax.Array, adapter: Adapter) -> jax.Array:
     whole = whole + change.reshape(value.shape)
     if adapter.magnitude is not None:
         matrix = value.reshape(inputs, -1)
-        stretch = _stretch(matrix, adapter)
+        stretch = dora_factors(matrix, adapter)
         whole = whole * stretch.reshape(outputs)
     return whole.astype(value.dtype)
 
@@ -187,7 +194,7 @@ def lengths(value: jax.Array, inputs: int) -> jax.Array:
     return jnp.sqrt(total)[None]
 
 
-def _stretch(value: jax.Array, adapter: Adapter) -> jax.Array:
+def dora_factors(value: jax.Array, adapter: Adapter) -> jax.Array:
     """DoRA's factor of each output, fp32 [N]: its trained length over that of W + scale * a b.
 
     The length that divides takes no gradient. It is summed up by parts, for which no a b is made.

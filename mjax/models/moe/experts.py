@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.base.chooser import choose
 from mjax.kernels.fp8.blocks import Blocks
+from mjax.models.base.adapter import InputDropout
 from mjax.models.base.context import Context
-from mjax.models.base.weight import Weight, read_value
+from mjax.models.base.weight import Weight
 from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
 from mjax.models.moe.exchange import (
@@ -35,7 +36,13 @@ from mjax.models.moe.exchange import (
     whole_tokens,
 )
 from mjax.models.moe.expert import Expert
-from mjax.models.moe.expert_adapters import adapter_down, adapter_up, values_of_experts
+from mjax.models.moe.expert_adapters import (
+    add_adapter_up,
+    multiply_down_adapted,
+    multiply_one,
+    numbers_of_rows,
+    weights_one_by_one,
+)
 from mjax.models.moe.expert_matmuls import bias_of_rows, multiply_down, multiply_up
 from mjax.models.moe.matmuls_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.moe.passes import Operands, experts_in_passes, rows_of_pass
@@ -59,6 +66,12 @@ class ExpertWeights(NamedTuple):
         return self.up.adapter is not None or self.down.adapter is not None
 
     @property
+    def dropouts(self) -> tuple[InputDropout | None, InputDropout | None]:
+        """The dropout of what the adapters of `up` and of `down` read."""
+        of_up, of_down = self.up.adapter, self.down.adapter
+        return of_up and of_up.dropout, of_down and of_down.dropout
+
+    @property
     def are_frozen(self) -> bool:
         """Whether they have adapters, or would if they were targets."""
         return self.have_adapters or self.up.is_coded or self.down.is_coded
@@ -68,7 +81,8 @@ class RoutedTokens(NamedTuple):
     """The tokens of a group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
 
     x is None before they came. route: how they come, if not all of them do. blocks: the same
-    numbers in 8 bits, where they came so.
+    numbers in 8 bits, where they came so. places: (row, column) of each token in the global batch,
+    int32 [T, 2], where an adapter drops out.
     """
 
     x: jax.Array | None
@@ -76,6 +90,7 @@ class RoutedTokens(NamedTuple):
     gates: jax.Array
     route: Route | None = None
     blocks: Blocks | None = None
+    places: jax.Array | None = None
 
 
 class ExpertSums(NamedTuple):
@@ -118,7 +133,7 @@ def _run_experts(
         "has_capacity": _has_capacity(cfg, ctx),
         "eight_bits": up.scales_tensors or weights.down.scales_tensors,
     }
-    routed = routed_tokens(x, routing, cfg, ctx)
+    routed = routed_tokens(x, routing, cfg, ctx, *weights.dropouts)
     held = up.value.shape[0]
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
@@ -181,15 +196,12 @@ def _sums_of_experts(
     if down.scales_tensors:
         by_down = functools.partial(multiply_down8, parallel)
     h = by_up(expert, routed.x, replace(up, adapter=None), dispatch)
-    if up.adapter is not None:
-        h = h + adapter_up(expert, routed.x, up.adapter, dispatch)
+    h = add_adapter_up(h, expert, routed.x, up, dispatch, routed.places)
     h = checkpoint_name(h, up.name)
     if bias is not None:
         h = h + bias_of_rows(bias, dispatch)
-    y = by_down(expert, h, routed.gates, replace(down, adapter=None), dispatch)
-    if down.adapter is not None:
-        y = y + adapter_down(expert, h, routed.gates, down.adapter, dispatch)
-    return y
+    numbers = numbers_of_rows(routed.places, routed.experts, dispatch)
+    return multiply_down_adapted(by_down, expert, h, routed.gates, down, dispatch, numbers)
 
 
 def _rows_of_pass(
@@ -224,18 +236,24 @@ def dispatch_of(
     return make_dispatch(tokens, first, held, held * rows)
 
 
-def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+def routed_tokens(
+    x: jax.Array,
+    routing: Routing,
+    cfg: ModelConfig,
+    ctx: Context,
+    *dropouts: InputDropout | None,
+) -> RoutedTokens:
     """The routing of the group's tokens, in the order of `whole_tokens`, from a device's own.
 
-    x is [B, S/tp, D].
+    x is [B, S/tp, D]. With one of `dropouts` tokens have places.
     """
     parallel = ctx.parallel
     columns, width = x.shape[1:]
     k = routing.experts.shape[-1]
 
     def of_group(field: jax.Array) -> jax.Array:
-        """[B, S/tp, k] -> [G, B*S/tp, k]."""
-        own = field.reshape(1, -1, k)
+        """[B, S/tp, n] -> [G, B*S/tp, n]."""
+        own = field.reshape(1, -1, field.shape[-1])
         return parallel.all_gather(own, parallel.expert_axes.over, 0)
 
     experts = of_group(routing.experts)
@@ -243,7 +261,11 @@ def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context
     own_experts = routing.experts.reshape(-1, k)
     route = route_of(tokens, experts, own_experts, cfg.moe, ctx)
     gates = whole_tokens(parallel, of_group(routing.gates), columns)
-    return RoutedTokens(None, whole_tokens(parallel, experts, columns), gates, route)
+    places = next((dropout.places_of(len(tokens)) for dropout in dropouts if dropout), None)
+    if places is not None:
+        places = whole_tokens(parallel, of_group(places), columns)
+    experts = whole_tokens(parallel, experts, columns)
+    return RoutedTokens(None, experts, gates, route, places=places)
 
 
 def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:
@@ -267,24 +289,22 @@ def every_expert(
     A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
     The bias of `down` is left out.
     """
-    x, held = routed.x, weights.up.value.shape[0]
-    gates = gates_of_held(routed, first, held)
+    x, places, held = routed.x, routed.places, weights.up.value.shape[0]
+    gates, (of_up, of_down) = gates_of_held(routed, first, held), weights.dropouts
 
     @jax.checkpoint  # or every expert's activations of all tokens would be kept
     def add_expert(total: jax.Array, one: tuple) -> tuple[jax.Array, None]:
-        up, down, gates, bias = one
-        h = jnp.tensordot(x, up, 1)
+        up, down, gates, bias, number = one
+        h = multiply_one(x, up, of_up, places)
         h = h if bias is None else h + bias
         rows = expert.weighted(h, gates)
-        y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
+        numbers = None if places is None else jnp.insert(places, 2, number, 1)
+        y = multiply_one(rows, down, of_down, numbers, jnp.float32)
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    if weights.are_frozen:
-        both = weights.up, weights.down
-        matrices = tuple(values_of_experts(w, x.dtype) for w in both)
-    else:
-        matrices = read_value(weights.up), read_value(weights.down)
-    one_each = *matrices, gates.T, weights.up_bias
+    both = tuple(weights_one_by_one(w, x.dtype) for w in weights[:2])
+    numbers = first + jnp.arange(held, dtype=jnp.int32)
+    one_each = *both, gates.T, weights.up_bias, numbers
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)

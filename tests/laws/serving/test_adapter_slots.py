@@ -8,6 +8,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.infer.requests import SamplingParams
+from mjax.infer.stages.weights_in_stages import arrays_in_stages
 from mjax.interop.adapter_slots import AdapterSlots, with_changed
 from mjax.interop.adapter_stack import with_stack
 from mjax.interop.peft.adapter_writer import write_adapter
@@ -17,9 +18,17 @@ from tests.marks import slow
 
 
 @slow
-@pytest.mark.parametrize("mesh", [None, {"tp": 2}])
-def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
-    plain = tiny_model("keys and values")
+@pytest.mark.parametrize(
+    "mesh, kind, layers",
+    [
+        (None, "keys and values", 2),
+        ({"tp": 2}, "keys and values", 2),
+        ({"pp": 2, "tp": 2}, "windows in turn", 4),
+        ({"pp": 2}, "keys and values", 3),
+    ],
+)
+def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh, kind, layers):
+    plain = tiny_model(kind, num_hidden_layers=layers)
     cfg, specs = plain.cfg, plain.definition.specs
     folders = {}
     for rank, name in enumerate(("one", "two"), 2):
@@ -39,7 +48,9 @@ def test_slots_are_filled_in_place_without_a_compile(tmp_path, mesh):
     for names in ([], ["one"], ["one", "two"], ["two"], []):
         for slot, name in enumerate(folders, 1):
             adapters = slots.read(folders[name]) if name in names else None
-            engine.runner.params = with_changed(engine.runner.params, slots.put(slot, adapters))
+            layout = engine.runner.programs.layout
+            changed = arrays_in_stages(slots.put(slot, adapters), layout)
+            engine.runner.params = with_changed(engine.runner.params, changed)
         engine.adapters = {name: slot for slot, name in enumerate(folders, 1) if name in names}
         asks = [params.model_copy(update={"adapter": name}) for name in (None, *names)]
         for request in served(engine, [([7, 8, 9], ask) for ask in asks]):

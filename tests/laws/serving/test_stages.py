@@ -10,8 +10,9 @@ from mjax.errors import UserError
 from mjax.infer.llm import LLM
 from mjax.infer.requests import SamplingParams
 from mjax.infer.stages import layers_in_stages
-from mjax.interop.adapter_slots import slots_of, with_slots_filled
+from mjax.interop.peft.adapter_writer import write_adapter
 from mjax.sharding.mesh import tensor_parallel_mesh
+from tests.adapters import drawn_adapters
 from tests.laws.serving.kinds import (
     LENGTH,
     Ask,
@@ -109,25 +110,19 @@ def test_a_device_holds_weights_and_pages_of_its_stage_alone():
     assert bytes_on(jax.devices()[0], caches) == given.programs.bytes_of_caches() == alone / 2
 
 
-def test_what_stages_lack_is_refused(tmp_path):
+def test_what_stages_lack_is_refused():
     with pytest.raises(UserError, match=r"4 stages .*has 2 layers"):
         make_engine("keys and values", {"pp": 4})
-    with pytest.raises(UserError, match="adapters of single requests"):
-        LLM(tmp_path, pipeline_parallel_size=2, adapters={"one": tmp_path})
     for sizes in ((0, 1), (1, 0), (3, 3), (-2, -2)):
         with pytest.raises(UserError, match="some: there are 8 devices"):
             tensor_parallel_mesh(sizes[0], "some", sizes[1])
 
 
 @slow
-def test_drafters_and_adapters_without_a_stage_are_refused():
+def test_drafters_without_a_stage_are_refused():
     predicts = tiny_model("keys and values", num_nextn_predict_layers=1)
     with pytest.raises(UserError, match="mtp with pp or pipeline_parallel_size"):
         tiny_engine(predicts, {"pp": 2}, drafts=1, drafter="mtp")
-    plain = tiny_model("keys and values")
-    adapted = with_slots_filled(plain, slots_of(plain, 1, 2), [])
-    with pytest.raises(UserError, match="adapters of single requests"):
-        tiny_engine(adapted, {"pp": 2})
 
 
 HOT = {"max_tokens": 30, "temperature": 0.9, "n": 2, "logprobs": 3, "presence_penalty": 0.5}
@@ -150,11 +145,13 @@ def test_samples_are_those_of_one_device(options):
 
 @slow
 def test_llm_loads_each_stage(tmp_path):
-    """A layer count that stages do not divide, from a Hugging Face folder."""
+    """A layer count that stages do not divide, from a Hugging Face folder, with an adapter."""
     plain = tiny_model("keys and values", num_hidden_layers=3)
-    folder = write_hugging_face(plain, tmp_path / "base")
+    folder, specs = write_hugging_face(plain, tmp_path / "base"), plain.definition.specs
+    write_adapter(tmp_path / "one", plain.cfg, specs, drawn_adapters(specs, rank=2))
     options = {"max_num_seqs": 2, "max_num_prefill_tokens": 32, "max_model_len": LENGTH}
-    params = SamplingParams(max_tokens=8)
+    options |= {"adapters": {"one": tmp_path / "one"}, "max_loras": 2, "max_lora_rank": 2}
+    params = [SamplingParams(max_tokens=8, adapter=name) for name in ("one", None, "one")]
     wanted = LLM(folder, **options).generate(PROMPTS[:3], params)
     llm = LLM(folder, pipeline_parallel_size=2, tensor_parallel_size=2, **options)
     assert tokens_of(llm.generate(PROMPTS[:3], params)) == tokens_of(wanted)

@@ -1,10 +1,13 @@
 """Laws: distillation is the formula on whole logits, on every mesh; equal models learn nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.source import array_source
 from mjax.checkpoint.weights import write_weights
@@ -16,6 +19,7 @@ from mjax.infer.trace import trace
 from mjax.interop.pretrained import from_pretrained
 from mjax.interop.sources import source_of
 from mjax.models import build, split
+from mjax.models.base.adapted import is_of_adapter
 from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.plan.memory import bytes_per_device, teacher_bytes
 from mjax.post.distillation.stored_teacher import TeacherStore
@@ -23,6 +27,7 @@ from mjax.post.teacher import distillation_batches, teacher_fields, teacher_of, 
 from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
+from tests.adapters import adapted_values
 from tests.marks import exhaustive, quick, slow
 from tests.teachers import write_teacher_folder
 
@@ -167,6 +172,39 @@ def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell
     rest = jax.tree.map(jnp.add, gradients, plain.gradients)
     assert deviation(ours.losses["hidden"], expected) <= 1e-5
     assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "cell",
+    quick(
+        [
+            Cell(rows=8),
+            Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 1, rows=8),
+            Cell({"ep": 2, "tp": 2}, 3, 2, rows=8),
+        ]
+    ),
+    ids=str,
+)
+def test_losses_of_layers_reach_adapters_as_whole_weights(teacher, cell):
+    """Losses are those of the merged student; adapters have its gradients by the chain rule."""
+    feature, batch = "experts" if "ep" in cell.mesh else "dense", make_batch(8)
+    adapted = student(teacher, cell, HIDDEN, "lora.rank=2", feature=feature)
+    begun, ours = jax.device_get((adapted.params(), adapted.run_program(GRADIENTS, batch)))
+    merge = functools.partial(adapted_values, specs=adapted.specs)
+    whole = student(teacher, Cell(rows=8), HIDDEN, feature=feature)
+    whole.start(jax.tree.map(jnp.asarray, merge(begun)))
+    wanted = jax.device_get(whole.run_program(GRADIENTS, batch))
+    assert ours.losses["hidden"] > 0.1 and deviation(ours.losses, wanted.losses) <= 1e-5
+    begun, of_weights = flatten_dict(begun), flatten_dict(wanted.gradients)
+    found = flatten_dict(ours.gradients)
+    trained = {path: begun[path] for path in found}
+    assert {path[0] for path in found if not is_of_adapter(path)} == {OWN_WEIGHTS}
+
+    def of_trained(trained: dict) -> jax.Array:
+        values = flatten_dict(merge(unflatten_dict(begun | trained)))
+        return sum(jnp.vdot(of_weights[path], values[path]) for path in values)
+
+    assert deviation(found, jax.grad(of_trained)(trained)) <= 2e-5
 
 
 @exhaustive

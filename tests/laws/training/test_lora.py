@@ -26,6 +26,7 @@ ROWS = 24
 RANK = "lora.rank=3"
 PLAIN = "optimizer.clip_grad_norm=0.0", "schedule.warmup_steps=0"
 ALL = "lora.targets=['*',embedding,head]"
+DORA = "lora.dora=true"
 UNROLLED = "train.unroll=0"
 
 
@@ -49,6 +50,7 @@ def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
             ("dense", (ALL,)),
             ("experts", ("train.experts=loop",)),
             ("experts", ("train.experts=xla",)),
+            ("experts", ("train.experts=xla", "lora.dora=true")),
             ("latent attention", ()),
             ("hybrid", ("lora.rslora=true",)),
             ("gated deltanet", ()),
@@ -95,6 +97,18 @@ def test_gradients_follow_from_those_of_whole_weights(feature, keys):
             ("latent attention", Cell({"cp": 2, "tp": 4}, 1, 1), ()),
             ("hybrid", Cell({"dp": 2, "tp": 4}, 3, 2), ()),
             ("experts", Cell({"ep": 2, "tp": 4}, 1, 3), ("mesh.expert_tp=1",)),
+            ("experts", Cell({"ep": 2, "tp": 2, "cp": 2}, 3, 2), ("lora.dropout=0.3",)),
+            ("experts", Cell({"ep": 2, "tp": 2}), ("mesh.expert_tp=1", "lora.dropout=0.3")),
+            ("experts", Cell({"pp": 2, "ep": 2}), ("train.experts=loop", "lora.dropout=0.3")),
+            (
+                "experts",
+                Cell({"ep": 4}, 1, 2),
+                ("train.expert_exchange=all_to_all", "lora.dropout=0.3"),
+            ),
+            ("experts", Cell({"ep": 2, "tp": 2, "cp": 2}, 3, 2), (DORA, "lora.dropout=0.3")),
+            ("experts", Cell({"ep": 2, "tp": 2}), ("mesh.expert_tp=1", DORA)),
+            ("experts", Cell({"pp": 2, "ep": 2}), ("train.experts=loop", DORA)),
+            ("experts", Cell({"tp": 2}), ("train.experts=loop", DORA, "lora.dropout=0.3")),
         ]
     ),
 )
@@ -231,7 +245,6 @@ def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
         (("lora.targets=[]", "lora.trained=['*']"), "leaves no weight to adapters"),
         (("lora.rank=0", "lora.dora=true"), "lora.dora=True has no effect with lora.rank=0"),
         (("lora.targets=[head]", "model.tie_word_embeddings=true"), "lora.targets.*share a table"),
-        (("lora.dora=true", "model.layer_pattern=E", "model.moe.num_experts=8"), "lora.dora=true"),
     ],
 )
 def test_mistakes_are_said_in_one_line(keys, match):

@@ -145,6 +145,29 @@ def require_weights_of(trainer: Trainer, run: Path) -> dict:
 NF4 = ["lora.base=nf4", "model.hidden_size=64", "model.intermediate_size=128"]
 
 
+EXPERTS = [
+    "model.model_type=qwen3_moe",
+    "model.layer_pattern='full+experts'",
+    "model.moe.num_experts=4",
+    "model.moe.num_experts_per_tok=2",
+    "model.moe.moe_intermediate_size=8",
+]
+
+
+@slow
+def test_lengths_of_experts_are_merged_into_the_models_logits(tmp_path):
+    """Those of the run's base and adapters; PEFT has no file of them."""
+    write_base(tmp_path / "base", EXPERTS)
+    trainer = save_run(tmp_path, *EXPERTS, "lora.dora=true", "train.experts=xla")
+    require_weights_of(trainer, tmp_path / "run")
+    ids = np.arange(32, dtype=np.int32).reshape(2, 16)
+    found = from_pretrained(tmp_path / "run").model(ids)
+    wanted = jax.jit(lambda params: trainer.definition.bind(params)(ids))(trainer.params())
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="PEFT has no DoRA for experts.*; merge it"):
+        extract(tmp_path / "run", tmp_path / "adapter")
+
+
 @slow
 @pytest.mark.parametrize(
     "keys",

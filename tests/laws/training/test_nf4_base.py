@@ -71,6 +71,7 @@ def base_of_run(params: dict) -> dict:
             ("dense", (UNROLLED, "train.remat=none", "lora.dora=true")),
             ("experts", ("train.experts=xla",)),
             ("experts", ("train.experts=loop", UNROLLED)),
+            ("experts", ("train.experts=xla", "lora.dora=true")),
         ]
     ),
 )
