@@ -163,17 +163,23 @@ class RolloutStream:
         self._seconds["log_probs"] = time.perf_counter() - began
         self._shown = transcript_line(groups[0][0], self.tokenizer)
 
-    def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
-        """The batches of the steps of a phase, each of as many groups."""
-        cfg, settings = self.trainer.cfg, self.settings
-        size = len(groups) // settings.updates_per_rollout
-        packs, fields = [], []
+    def _packs(self, groups: Sequence[Sequence[Transcript]]) -> list[PackedTranscripts]:
+        """The transcripts of each step of a phase, which has as many groups as the others."""
+        cfg, packs = self.trainer.cfg, []
+        size = len(groups) // self.settings.updates_per_rollout
         for first in range(0, len(groups), size):
             transcripts = [t for group in groups[first : first + size] for t in group]
             sizes = cfg.train.global_batch_size, cfg.data.seq_length
-            pack = packed_transcripts(transcripts, *sizes)
-            packs.append(pack)
-            fields.append(self.score(pack.batch(advantages=[t.log_probs for t in transcripts])))
+            packs.append(packed_transcripts(transcripts, *sizes))
+        return packs
+
+    def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
+        """The batches of the steps of a phase."""
+        settings, packs = self.settings, self._packs(groups)
+        fields = []
+        for pack in packs:
+            blank = [t.log_probs for t in pack.transcripts]  # advantages follow from the scores
+            fields.append(self.score(pack.batch(advantages=blank)))
         if self.critic is not None:
             return valued_batches(settings, packs, fields)
         rewards = self._rewards(packs, fields)
