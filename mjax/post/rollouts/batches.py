@@ -8,6 +8,7 @@ and the batches of a phase that are left.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,7 +81,7 @@ class RolloutStream:
         """
         self._seconds = {}
         if not self.waiting:
-            self._draw(step, is_last)
+            self._next_phase(step, is_last)
         batch = self.waiting.pop(0)
         self._update_critic(batch)
         self._given = time.perf_counter()
@@ -125,37 +126,36 @@ class RolloutStream:
         ahead = min(depth, 1) if self.collector.policy.place.is_apart else 0
         return ahead, depth - ahead
 
-    def _draw(self, step: int, is_last: bool) -> None:
+    def _next_phase(self, step: int, is_last: bool) -> None:
         """Take the rollouts of a phase, and make the batches of its steps.
 
         Meanwhile the engine goes on with the next phase, if it may draw ahead.
         """
         settings, collector, policy = self.settings, self.collector, self.collector.policy
         ahead, depth = self._depths
-        times = [time.perf_counter()]
+        options: dict[str, Any] = {"wanted": settings.prompts_per_step, "depth": depth}
+        if settings.drops_equal_groups:
+            options["is_of_use"] = _is_of_use
+        began = time.perf_counter()
         collector.settle()
-        times.append(time.perf_counter())
-        engine = policy.take_weights()
-        jax.block_until_ready(engine.runner.params)
-        times.append(time.perf_counter())
-        drops = {"is_of_use": _is_of_use} if settings.drops_equal_groups else {}
-        wanted = settings.prompts_per_step, depth
-        groups = collector.collect(self.phase, *wanted, **drops)
-        times.append(time.perf_counter())
-        waited, handed, drawn = np.diff(times).tolist()
+        settled = time.perf_counter()
+        jax.block_until_ready(policy.take_weights().runner.params)
+        handed_over = time.perf_counter()
+        groups = collector.collect(self.phase, **options)
+        drawn = time.perf_counter()
         if depth == 0:
             policy.rest()
         self.phase += 1
-        self._seconds = {"hand_over": handed, **collector.seconds}
+        self._seconds = {"hand_over": handed_over - settled, **collector.seconds}
         self._figures = reward_figures(groups, settings.max_new_tokens, step)
         self._figures |= {
             "groups_dropped": collector.bank.dropped,
             "prompts_skipped": collector.bank.skipped,
         }
         if ahead:
-            self._seconds["waiting"] = waited + drawn
+            self._seconds["waiting"] = (settled - began) + (drawn - handed_over)
             if not is_last:
-                collector.draw_ahead(self.phase, *wanted, **drops)
+                collector.draw_ahead(self.phase, **options)
         else:
             self._record = collector.record()
         began = time.perf_counter()

@@ -123,9 +123,12 @@ class Collector:
         numbers, self.bank.drawn = self.bank.drawn or [], None
         return [_transcripts(self.bank.groups.pop(number)) for number in numbers]
 
-    def draw_ahead(self, *phase: Any, **options: Any) -> None:
-        """Begin the phase that the next `collect` asks for, beside what the trainer does."""
-        self._ahead = self.policy.draw_beside(partial(self._draw, *phase, **options))
+    def draw_ahead(self, phase: int, **options: Any) -> None:
+        """Begin the phase that the next `collect` asks for, beside what the trainer does.
+
+        options: those of `collect`.
+        """
+        self._ahead = self.policy.draw_beside(partial(self._draw, phase, **options))
 
     def settle(self) -> None:
         """Wait for a phase that is drawn ahead."""
