@@ -79,14 +79,14 @@ class World:
         return SamplingParams(**{"temperature": 1.0, **given}, detokenize=False)
 
     @cached_property
-    def room(self) -> int:
-        """The tokens of a transcript at most: one more than the places of a row."""
-        return _room_of(self.trainer.cfg)
+    def max_length(self) -> int:
+        """The tokens of a transcript at most."""
+        return _max_length(self.trainer.cfg)
 
     @cached_property
     def policy(self) -> PolicyEngine:
         rows = answers_at_once(self.trainer.cfg.reinforce)
-        return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.room, rows)
+        return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.max_length, rows)
 
     # ---- environments ----------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class World:
             seed=cfg.run.seed,
             group_size=cfg.reinforce.group_size,
             params=self.params,
-            most=cfg.reinforce.max_new_tokens,
-            room=self.room,
+            max_new_tokens=cfg.reinforce.max_new_tokens,
+            max_length=self.max_length,
         )
         open_judges = partial(self.workers, cfg.reinforce.environment_args)
         return Collector(self.policy, open_judges, plan)
@@ -123,7 +123,7 @@ class World:
         given = settings.eval_environment_args
         seed = cfg.run.seed + (given is None)
         params = self.params.model_copy(update={"temperature": 0.0})
-        plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.room, "held-out ")
+        plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.max_length, "held-out ")
         self.policy.take_weights()
         args = settings.environment_args if given is None else given
         collector = Collector(self.policy, partial(self.workers, args), plan, beat=beat)
@@ -168,17 +168,18 @@ class World:
         return score
 
 
-def _room_of(cfg: Config) -> int:
-    model, room = cfg.model, cfg.data.seq_length + 1
+def _max_length(cfg: Config) -> int:
+    """The tokens of a transcript at most: one more than the places of a row, as labels need."""
+    model, longest = cfg.model, cfg.data.seq_length + 1
     if model.position_embedding == "relative":
-        return room
-    return min(room, model.max_position_embeddings)
+        return longest
+    return min(longest, model.max_position_embeddings)
 
 
 def engine_line(trainer: Trainer) -> str:
     """A line of a plan on the engine's memory; it raises `UserError` for what does not fit."""
     settings = trainer.cfg.reinforce
-    engine = PolicyEngine(trainer, None, (), _room_of(trainer.cfg), answers_at_once(settings))
+    engine = PolicyEngine(trainer, None, (), _max_length(trainer.cfg), answers_at_once(settings))
     weights, caches = (size / 1e9 for size in engine.bytes_per_device())
     count, where = engine.place.mesh.size, "which the trainer has too"
     if engine.place.is_apart:

@@ -49,16 +49,21 @@ class DrawingPlan:
     """How rollouts are drawn.
 
     params: of all requests, but for their seeds and lengths.
-    most: tokens that are drawn for a transcript. room: tokens of a transcript.
+    max_new_tokens: drawn for a transcript in all its turns. max_length: tokens of a transcript.
     name: goes before the ids of its requests.
     """
 
     seed: int
     group_size: int
     params: SamplingParams
-    most: int
-    room: int
+    max_new_tokens: int
+    max_length: int
     name: str = ""
+
+    def room(self, rollout: OpenRollout, more: int = 0) -> int:
+        """The tokens that may be drawn for a rollout, after `more` of the environment."""
+        left = self.max_length - len(rollout.ids) - more
+        return min(self.max_new_tokens - rollout.drawn, left)
 
 
 @dataclass
@@ -199,17 +204,17 @@ class Collector:
 
     def _begin(self, count: int, phase: int) -> None:
         """Begin groups of so many prompts, in the order of the stream."""
-        bank, skipped, longest = self.bank, 0, 0
+        bank, plan, skipped, longest = self.bank, self.plan, 0, 0
         while count > 0:
             numbers = range(bank.cursor, bank.cursor + count)
             prompts = self._prompts(numbers)
             bank.cursor = numbers.stop
             for number, ids, state in prompts:
                 longest = max(longest, len(ids))
-                if len(ids) + self.plan.most > self.plan.room:
+                if len(ids) + plan.max_new_tokens > plan.max_length:
                     skipped += 1
                     continue
-                size = range(self.plan.group_size)
+                size = range(plan.group_size)
                 group = PromptGroup(phase, [OpenRollout(number, n, state) for n in size])
                 bank.groups[number] = group
                 for rollout in group.rollouts:
@@ -219,8 +224,8 @@ class Collector:
             if skipped > _MOST_SKIPPED:
                 raise UserError(
                     f"reinforce.environment: {skipped} prompts in a row are too long, of up to "
-                    f"{longest} tokens; with reinforce.max_new_tokens={self.plan.most} they must "
-                    f"fit {self.plan.room}: raise data.seq_length"
+                    f"{longest} tokens; with reinforce.max_new_tokens={plan.max_new_tokens} they "
+                    f"must fit {plan.max_length}: raise data.seq_length"
                 )
         bank.skipped += skipped
 
@@ -248,8 +253,7 @@ class Collector:
     def _ask(self, rollout: OpenRollout) -> None:
         """Let the engine go on with a rollout."""
         plan, place = self.plan, (rollout.group, rollout.sample)
-        left = min(plan.most - rollout.drawn, plan.room - len(rollout.ids))
-        own = {"seed": seed_of(plan.seed, *place), "max_tokens": left}
+        own = {"seed": seed_of(plan.seed, *place), "max_tokens": plan.room(rollout)}
         self.asked[place] = self.policy.engine.add(
             rollout.ids,
             plan.params.model_copy(update=own),
@@ -309,7 +313,7 @@ class Collector:
         rollout.metrics |= turn.metrics
         if turn.reward is not None:
             rollout.reward, rollout.reason = float(turn.reward), turn.reason
-        elif rollout.drawn >= plan.most or len(rollout.ids) + len(turn.ids) >= plan.room:
+        elif plan.room(rollout, len(turn.ids)) <= 0:
             rollout.reward, rollout.reason = 0.0, NO_ROOM
         else:
             rollout.add_given(turn.ids)
