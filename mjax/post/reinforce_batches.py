@@ -113,8 +113,8 @@ class World:
             max_new_tokens=cfg.reinforce.max_new_tokens,
             max_length=self.max_length,
         )
-        open_judges = partial(self.workers, cfg.reinforce.environment_args)
-        return Collector(self.policy, open_judges, plan)
+        open_environments = partial(self.workers, cfg.reinforce.environment_args)
+        return Collector(self.policy, open_environments, plan)
 
     def held_out_reward(self, beat: Callable[[], None]) -> Record:
         """The mean reward of the likeliest answers to held-out prompts; "loss" is its negative."""

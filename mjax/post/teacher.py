@@ -97,7 +97,7 @@ def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBat
     collector = world.collector()
     if cfg.data.conversations.path is not None:
         prompts = conversation_prompts(cfg, world.tokenizer)
-        collector.open_judges = lambda: prompts
+        collector.open_environments = lambda: prompts
     stream = StudentStream(
         trainer=trainer,
         collector=collector,

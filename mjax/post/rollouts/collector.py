@@ -32,7 +32,7 @@ _MOST_DROPPED = 8  # times the groups of a step
 NO_ROOM = "length"  # why a rollout ended that had no room for more
 
 
-class Judges(Protocol):
+class EnvironmentCalls(Protocol):
     """Calls of environments that are under way (`environments/workers.py`)."""
 
     def __enter__(self) -> Any: ...
@@ -70,20 +70,21 @@ class DrawingPlan:
 class Collector:
     """Rollouts of one policy in one environment; a context that has the environment's workers.
 
+    open_environments: gives the context whose calls are those of the environment.
     asked: requests in the engine, by group and sample.
     seconds: time that went into "rollout" and "rewards".
     beat: is called now and then, as a sign of life.
     """
 
     policy: PolicyEngine
-    open_judges: Callable[[], Judges]
+    open_environments: Callable[[], EnvironmentCalls]
     plan: DrawingPlan
     bank: Bank = field(default_factory=Bank)
     asked: dict[tuple[int, int], Request] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     beat: Callable[[], None] = lambda: None
-    _judges: Any = None
-    _judging: set[tuple[int, int]] = field(default_factory=set)
+    _environments: Any = None
+    _stepping: set[tuple[int, int]] = field(default_factory=set)  # whose step is under way
     _has_news: bool = False  # whether the environment has answered since groups were looked at
     _ahead: Future | None = None
     _is_stopped: threading.Event = field(default_factory=threading.Event)
@@ -92,8 +93,8 @@ class Collector:
     def __enter__(self) -> Self:
         self._last = None
         self._is_stopped.clear()
-        self._judges = SharedCalls(self.open_judges, self._is_stopped.is_set)
-        self._judges.__enter__()
+        self._environments = SharedCalls(self.open_environments, self._is_stopped.is_set)
+        self._environments.__enter__()
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -103,7 +104,7 @@ class Collector:
             wait([self._ahead])
             self._ahead = None
         self._last = self.bank.record(self._so_far)
-        self._judges.__exit__(*failure)
+        self._environments.__exit__(*failure)
         for number in list(self.bank.groups):
             self.abort(number)
 
@@ -232,14 +233,14 @@ class Collector:
     def _prompts(self, numbers: range) -> list[tuple[int, Sequence[int], Any]]:
         """(number, ids, state) of prompts, in order."""
         for number in numbers:
-            self._judges.submit((number, _RESET), "reset", self.plan.seed, number)
+            self._environments.submit((number, _RESET), "reset", self.plan.seed, number)
         found: dict[int, Any] = {}
         while len(found) < len(numbers):
-            for (number, sample), turn in self._answers(_PATIENCE):
+            for (number, sample), turn in self._turns(_PATIENCE):
                 if sample == _RESET:
                     found[number] = turn
                 else:
-                    self._judged((number, sample), turn)
+                    self._take_turn((number, sample), turn)
         for number, turn in found.items():
             if turn.reward is not None or not turn.ids:
                 raise UserError(
@@ -273,9 +274,9 @@ class Collector:
         for place in ended:
             rollout = self._rollout(place)
             self._add_drawn(rollout, self.asked.pop(place))
-            self._judge(rollout)
-        for place, turn in self._answers(0 if engine.has_work else _PATIENCE):
-            self._judged(place, turn)
+            self._submit_step(rollout)
+        for place, turn in self._turns(0 if engine.has_work else _PATIENCE):
+            self._take_turn(place, turn)
 
     def _add_drawn(self, rollout: OpenRollout, request: Request) -> None:
         """Add what a request has drawn."""
@@ -286,25 +287,25 @@ class Collector:
         if drawn.experts is not None:
             rollout.experts = np.asarray(drawn.experts)[: len(rollout.ids) - 1]
 
-    def _judge(self, rollout: OpenRollout) -> None:
+    def _submit_step(self, rollout: OpenRollout) -> None:
         """Give the environment the tokens that it has not seen."""
         answer = rollout.ids[len(rollout.ids) - rollout.unjudged :]
         place = rollout.group, rollout.sample
         rollout.is_asking = True
-        self._judging.add(place)
+        self._stepping.add(place)
         began = time.perf_counter()
-        self._judges.submit(place, "step", rollout.state, answer)
+        self._environments.submit(place, "step", rollout.state, answer)
         self.seconds["rewards"] += time.perf_counter() - began
 
-    def _answers(self, timeout: float) -> Sequence[tuple[Any, Any]]:
+    def _turns(self, timeout: float) -> Sequence[tuple[Any, Any]]:
         began = time.perf_counter()
-        found = self._judges.ready(timeout)
+        found = self._environments.ready(timeout)
         self.seconds["rewards"] += time.perf_counter() - began
         return found
 
-    def _judged(self, place: tuple[int, int], turn: Any) -> None:
+    def _take_turn(self, place: tuple[int, int], turn: Any) -> None:
         """Take what the environment answers to a turn."""
-        self._judging.remove(place)
+        self._stepping.remove(place)
         if place[0] not in self.bank.groups:  # aborted meanwhile
             return
         rollout, plan = self._rollout(place), self.plan
@@ -339,9 +340,9 @@ class Collector:
         for group in self.bank.groups.values():
             for rollout in group.rollouts:
                 place = rollout.group, rollout.sample
-                if rollout.reward is not None or place in self.asked or place in self._judging:
+                if rollout.reward is not None or place in self.asked or place in self._stepping:
                     continue
-                self._judge(rollout) if rollout.is_asking else self._ask(rollout)
+                self._submit_step(rollout) if rollout.is_asking else self._ask(rollout)
 
 
 def _transcripts(group: PromptGroup) -> list[Transcript]:
