@@ -29,8 +29,8 @@ from mjax.post.rollouts.bank import Bank, batch_record, recorded_batch
 from mjax.post.rollouts.collector import Collector
 from mjax.post.rollouts.figures import PhaseFigures, reward_figures, time_figures, transcript_line
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
+from mjax.post.rollouts.ppo_batches import ppo_batches
 from mjax.post.rollouts.transcript import Transcript
-from mjax.post.rollouts.valued import valued_batches
 from mjax.run.batches import RowsOf
 from mjax.train.trainer import Trainer
 
@@ -181,7 +181,7 @@ class RolloutStream:
             blank = [t.log_probs for t in pack.transcripts]  # advantages follow from the scores
             fields.append(self.score(pack.batch(advantages=blank)))
         if self.critic is not None:
-            return valued_batches(settings, packs, fields)
+            return ppo_batches(settings, packs, fields)
         rewards = self._rewards(packs, fields)
         transcripts = [t for pack in packs for t in pack.transcripts]
         numbers = np.array([t.group for t in transcripts])
