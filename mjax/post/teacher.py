@@ -56,7 +56,7 @@ from mjax.post.distillation.teacher_divergence import (
     StoredDistillation,
     teacher_config,
 )
-from mjax.post.reinforce_batches import World
+from mjax.post.reinforce_batches import RolloutSetup
 from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
 from mjax.run.batches import RunBatches, from_config
 from mjax.run.out_of_memory import owned_by
@@ -92,16 +92,16 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
 
 def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBatches:
     """The batches of a run of which the student draws a share, or all."""
-    cfg, world = trainer.cfg, World(trainer)
+    cfg, setup = trainer.cfg, RolloutSetup(trainer)
     data = from_config(trainer, record) if data_sources(cfg) else None
-    collector = world.collector()
+    collector = setup.collector()
     if cfg.data.conversations.path is not None:
-        prompts = conversation_prompts(cfg, world.tokenizer)
+        prompts = conversation_prompts(cfg, setup.tokenizer)
         collector.open_environments = lambda: prompts
     stream = StudentStream(
         trainer=trainer,
         collector=collector,
-        tokenizer=world.tokenizer,
+        tokenizer=setup.tokenizer,
         score=lambda batch: {},
         data=data.training if data and cfg.distill.student_share < 1 else None,
         has_rewards=cfg.data.conversations.path is None,
@@ -110,7 +110,7 @@ def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBat
     trainer.role_fields = teacher_fields(trainer, own)
     live = {"is_live": True, "figures_at": stream.figures_at, "line_at": stream.line_at}
     if data is None:
-        measure = world.held_out_reward if cfg.train.eval_interval else None
+        measure = setup.held_out_reward if cfg.train.eval_interval else None
         return RunBatches(stream, record_at=stream.record_at, measure=measure, **live)
 
     def record_at(step: int) -> dict:

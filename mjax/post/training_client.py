@@ -27,7 +27,7 @@ from mjax.post.base.role_programs import kind_of_tokens, placed_log_probs
 from mjax.post.base.roles import rows_of_process, values_in_order
 from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
-from mjax.post.reinforce_batches import World
+from mjax.post.reinforce_batches import RolloutSetup
 from mjax.post.rollouts.collector import seed_of
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
@@ -146,10 +146,10 @@ class TrainingClient:
     # ---- sampling --------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _world(self) -> World:
+    def _setup(self) -> RolloutSetup:
         if self.trainer.cfg.data.tokenizer is None:
             raise UserError("data.tokenizer: the engine needs one; name a file or byte")
-        return World(self.trainer)
+        return RolloutSetup(self.trainer)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None, n: int = 1
@@ -159,10 +159,10 @@ class TrainingClient:
         The default params are reinforce.sampling and max_new_tokens. The noise of an answer is a
         function of run.seed, the number of its prompt since step 0, and its own number.
         """
-        settings, policy = self.trainer.cfg.reinforce, self._world.policy
+        settings, policy = self.trainer.cfg.reinforce, self._setup.policy
         if params is None:
             most = {"max_tokens": settings.max_new_tokens}
-            params = self._world.params.model_copy(update=most)
+            params = self._setup.params.model_copy(update=most)
         engine, rollouts = policy.take_weights(), []
         try:
             for group, ids in enumerate(prompts, start=self.sampled):
@@ -218,8 +218,8 @@ class TrainingClient:
         self._means.clear()
         record = restored_record(self.trainer).get("batches", {})
         self.sampled = record.get("client", {}).get("sampled", 0)
-        if "_world" in self.__dict__:
-            self._world.policy.expire()
+        if "_setup" in self.__dict__:
+            self._setup.policy.expire()
         return self.trainer.step_number
 
 

@@ -34,7 +34,7 @@ from mjax.post.rollouts.transcript import Transcript
 from mjax.run.batches import RowsOf
 from mjax.train.trainer import Trainer
 
-# Returns figures of the labels of a batch, [B, S] each, by the name of their field.
+# Returns fields of a batch [B, S], by name, such as log-probabilities of its labels under a role.
 Scorer = Callable[[HostBatch], dict[str, np.ndarray]]
 
 
