@@ -129,27 +129,28 @@ def teacher_fields(
     teacher = teacher_of(trainer, own)
     kind = kind_of_tokens(placed_hidden_states, outputs=trainer.objective.pairs.teacher)
     own, shardings = teacher.trainer, trainer.placer.shardings()
-    whole = {}
+    head: Batch = {}  # from the first batch on
 
-    def compute(placed: Batch, given: HostBatch) -> Batch:
-        if not trainer.role_devices:
-            own.programs.share_bound(trainer.programs)
-            batch = {name: placed[name] for name in own.placer.names}
-            whole.update(whole or teacher.compute(HEADS, batch))
-            return teacher.compute(kind, batch) | whole
+    def on_same_mesh(placed: Batch, given: HostBatch) -> Batch:
+        own.programs.share_bound(trainer.programs)
+        batch = {name: placed[name] for name in own.placer.names}
+        head.update(head or teacher.compute(HEADS, batch))
+        return teacher.compute(kind, batch) | head
+
+    def from_own_devices(placed: Batch, given: HostBatch) -> Batch:
         with owned_by(" of the teacher", WAYS_OF_TEACHER):
-            batch, found = own.place(given), {}
-            heads = {} if whole else teacher.compute(HEADS, batch)
+            batch = own.place(given)
+            tables = {} if head else teacher.compute(HEADS, batch)
             fields = teacher.compute(kind, batch)
-        for name, table in on_host(heads).items():
-            whole[name] = global_array(table, shardings[name], len(table), 0)
-        cps = own.parallel.cp, trainer.parallel.cp
-        columns = columns_of_copy(batch["columns"].size, *cps)
+        for name, table in on_host(tables).items():
+            head[name] = global_array(table, shardings[name], len(table), 0)
+        columns = columns_of_copy(batch["columns"].size, own.parallel.cp, trainer.parallel.cp)
+        copies = {}
         for name, field in fields.items():
-            found[name] = copied_field(field, columns, shardings[name], own.mesh)
-        return found | whole
+            copies[name] = copied_field(field, columns, shardings[name], own.mesh)
+        return copies | head
 
-    return compute
+    return from_own_devices if trainer.role_devices else on_same_mesh
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:
