@@ -377,8 +377,16 @@ def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.n
     return table
 
 
-LayerInputs = tuple[StepTokens, np.ndarray]  # tokens and records of a step
-DrawInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
+StepInputs = tuple[StepTokens, np.ndarray]  # tokens of a step, and its records int32 [R, C]
+
+
+class DrawInputs(NamedTuple):
+    """The inputs of a step's draws besides logits: its tokens, records int32 [R, C] and rules."""
+
+    tokens: StepTokens
+    records: np.ndarray
+    rules: RowRules
+    draws: Draws
 
 
 class WarmPrograms(NamedTuple):
@@ -391,17 +399,18 @@ class WarmPrograms(NamedTuple):
     kinds: tuple[Draws, ...] = ()
     all_rules: bool = False
 
-    def draws(self, steps: Sequence[LayerInputs], vocabulary: int) -> list[DrawInputs]:
+    def draws(self, steps: Sequence[StepInputs], vocabulary: int) -> list[DrawInputs]:
         """Inputs of the programs that draw after these steps, which have tokens and records."""
         found = []
-        for given, records in steps:
-            size = len(records), vocabulary, given.places
+        for step in steps:
             plain = self.kinds[:-1] if self.all_rules else self.kinds
-            found += [(given, records, RowRules(), kind) for kind in plain]
+            found += [DrawInputs(*step, RowRules(), kind) for kind in plain]
             if self.all_rules:
-                masks = RowRules(allowed=filled(RowRules(), *size).allowed)
-                found += [(given, records, masks, kind) for kind in plain]
-                found.append((given, records, filled(RowRules(), *size), self.kinds[-1]))
+                tokens, records = step
+                every = filled(RowRules(), len(records), vocabulary, tokens.places)
+                masks = RowRules(allowed=every.allowed)
+                found += [DrawInputs(*step, masks, kind) for kind in plain]
+                found.append(DrawInputs(*step, every, self.kinds[-1]))
         return found
 
     def choose(
@@ -421,7 +430,7 @@ class WarmPrograms(NamedTuple):
 
 def steps_of_sizes(
     records: Records, rows: Sequence[int], tokens: Sequence[int], chunks: int, drafts: int
-) -> list[LayerInputs]:
+) -> list[StepInputs]:
     """Steps without work: of decoding for each of `rows`, of prefill for each of `tokens`.
 
     chunks: rows of prefill. drafts: guesses of a row; such steps come beside those without.
