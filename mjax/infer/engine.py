@@ -176,27 +176,34 @@ class Engine:
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
         if params.prompt_logprobs is not None:
             request.output.prompt_logprobs = [None] * len(prompt)
-        most = params.max_tokens or self.limits.length - len(begin)
-        salts = {"salt": params.cache_salt, "adapter": params.adapter}
-        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=lambda number: self.lanes[number].load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
-            tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
-            tokens.waits, tokens.whole = self._drafts > 0, inputs is not None
-            tokens.reads_prefix = params.prompt_logprobs is None or index > 0
-            seed = (number if params.seed is None else params.seed) % 2**32
-            wanted = params.logprobs or params.prompt_logprobs
-            top = min(TOP, self.cfg.vocab_size) if wanted else 0
-            draws = draws_of([params.sampling], top)
-            sample = RequestSample(request, answer, tokens, seed, draws, lane)
-            sample.shift = position_shift(inputs)
-            sample.adapter = self.adapters.get(params.adapter or "", 0)
-            request.samples.append(sample)
+            request.samples.append(self._sample(request, answer, begin, number, lane))
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
         self.requests[request_id] = request
         return request
+
+    def _sample(
+        self, request: Request, answer: Answer, begin: list[int], number: int, lane: int
+    ) -> RequestSample:
+        """One sample of request `number`, whose text begins with these tokens, in a lane."""
+        params, inputs = request.params, request.inputs
+        most = params.max_tokens or self.limits.length - len(begin)
+        salts = {"salt": params.cache_salt, "adapter": params.adapter}
+        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
+        tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
+        tokens.waits, tokens.whole = self._drafts > 0, inputs is not None
+        tokens.reads_prefix = params.prompt_logprobs is None or answer.output.index > 0
+        seed = (number if params.seed is None else params.seed) % 2**32
+        wanted = params.logprobs or params.prompt_logprobs
+        top = min(TOP, self.cfg.vocab_size) if wanted else 0
+        draws = draws_of([params.sampling], top)
+        adapter, shift = self.adapters.get(params.adapter or "", 0), position_shift(inputs)
+        return RequestSample(
+            request, answer, tokens, seed, draws, lane, adapter=adapter, shift=shift
+        )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request where it is, or one of its samples; nothing happens to what has ended."""
