@@ -15,7 +15,7 @@ import numpy as np
 from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams
 from mjax.infer.sample import Drawn, Draws, RowRules, Sampling, Scored
-from mjax.infer.scheduling.scheduler import Sequence as Tokens
+from mjax.infer.scheduling.scheduler import TokenSequence
 
 
 def record_dtype(sizes: PoolSizes) -> np.dtype:
@@ -94,7 +94,7 @@ class RequestSample:
 
     request: Request
     answer: Answer
-    tokens: Tokens
+    sequence: TokenSequence
     seed: int
     draws: Draws
     lane: int
@@ -111,12 +111,12 @@ class RequestSample:
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
         has_form = self.answer.matcher is not None  # and then no bad words
         depends = (self.answer.waits and not has_form) or self.draws.penalties
-        return self.tokens.sampled and enough and not depends
+        return self.sequence.sampled and enough and not depends
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still missing."""
-        return not self.tokens.reads_prefix
+        return not self.sequence.reads_prefix
 
     @property
     def has_ended(self) -> bool:
@@ -189,7 +189,7 @@ class Records:
         for entry in work:
             self._update(lane, entry.sample)
         slots = np.full(rows, self.rows)
-        slots[: len(work)] = [entry.sample.tokens.slot for entry in work]
+        slots[: len(work)] = [entry.sample.sequence.slot for entry in work]
         records = lane[slots]
         own = records[: len(work)]
         own["count"] = [entry.count for entry in work]
@@ -199,25 +199,25 @@ class Records:
         for place, entry in enumerate(work):
             if depths and not entry.samples:
                 end = entry.first + entry.count
-                following = entry.sample.tokens.tokens[end : end + depths]
+                following = entry.sample.sequence.tokens[end : end + depths]
                 own["following"][place, : len(following)] = following
         return records.view(np.int32).reshape(rows, -1)
 
     def _update(self, lane: np.ndarray, sample: RequestSample) -> None:
         """Write what has changed of a sample's record."""
-        tokens = sample.tokens
-        if sample.written != tokens.admissions:  # others may have had the slot meanwhile
-            sample.written, sample.table = tokens.admissions, (0, 0)
+        sequence = sample.sequence
+        if sample.written != sequence.admissions:  # others may have had the slot meanwhile
+            sample.written, sample.table = sequence.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
             own = {"seed": sample.seed, "index": sample.answer.output.index}
             settings = settings | own | {"adapter": sample.adapter, "shift": sample.shift}
             for name, value in settings.items():
-                lane[name][tokens.slot] = value
-            lane["table"][tokens.slot] = 0
-        table = len(tokens.pages), tokens.passed
+                lane[name][sequence.slot] = value
+            lane["table"][sequence.slot] = 0
+        table = len(sequence.pages), sequence.passed
         if sample.table != table:
             sample.table = table
-            lane["table"][tokens.slot, : len(tokens.pages)] = tokens.pages
+            lane["table"][sequence.slot, : len(sequence.pages)] = sequence.pages
 
 
 def flat_ids(
@@ -231,7 +231,7 @@ def flat_ids(
     for lane in work:
         tokens: list[int] = []
         for sample, first, count, *_ in lane:
-            own = sample.tokens.tokens[first + ahead : first + ahead + count]
+            own = sample.sequence.tokens[first + ahead : first + ahead + count]
             tokens += own + [0] * (count - len(own))
         lanes.append(tokens)
     ids = np.zeros((len(lanes), holding(sizes, max(map(len, lanes)))), np.int32)
@@ -249,13 +249,13 @@ def drafts_of(
     """
     if not most:
         return None
-    has_some = any(entry.sample.tokens.drafts for lane in work for entry in lane)
+    has_some = any(entry.sample.sequence.drafts for lane in work for entry in lane)
     if not (has_some or always):
         return None
     table = np.full((len(work) * rows, most), -1, np.int32)
     for number, lane in enumerate(work):
         for place, entry in enumerate(lane, number * rows):
-            own = entry.sample.tokens.drafts
+            own = entry.sample.sequence.drafts
             table[place, : len(own)] = own
     return table
 
@@ -295,7 +295,7 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
                 own = {token: float(scores.logprob[place + i])}
                 output.prompt_logprobs[first + i + 1] = shown_tokens(scores, place + i, most) | own
             if first + count >= len(prompt):
-                sample.tokens.reads_prefix = True
+                sample.sequence.reads_prefix = True
             place += count
 
 
@@ -307,7 +307,7 @@ def rules_of_rows(
         return RowRules()
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
-    flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
+    flying = [0 if sample is None else max(sample.sequence.flying - 1, 0) for sample in places]
     return row_rules(answers, flying, vocabulary, drafts)
 
 

@@ -102,6 +102,6 @@ class DraftModel:
         settings = {name: getattr(sample.answer.params, name) for name in _SHARED}
         params = SamplingParams(**settings, seed=sample.seed, max_tokens=most)
         try:
-            return self.engine.add(sample.tokens.tokens, params)
+            return self.engine.add(sample.sequence.tokens, params)
         except UserError:
             return None

@@ -252,7 +252,7 @@ class StepRunner:
         drafts = drafts_of(work, rows, self._drafts, always)
         step = self._forward(work, rows, StepTokens(drafts=drafts))
         samples = (entry.sample for lane in work for entry in lane)
-        if any(sample.answer.waits and sample.tokens.flying > 1 for sample in samples):
+        if any(sample.answer.waits and sample.sequence.flying > 1 for sample in samples):
             return step
         self.draw(step)
         return None
@@ -260,7 +260,7 @@ class StepRunner:
     def prefill(self, work: Work) -> None:
         """Launch the chunks of all lanes; a whole prompt has a program to itself."""
         for lane, chunks in enumerate(work):
-            if chunks and chunks[0].sample.tokens.whole:
+            if chunks and chunks[0].sample.sequence.whole:
                 alone = [chunks if number == lane else [] for number in range(len(work))]
                 self._prefill(alone, 1, self.whole_sizes, self._inputs(chunks[0].sample))
                 work[lane] = []
@@ -296,7 +296,7 @@ class StepRunner:
         rows, more = self.programs.sizes.rows + 1, self.programs.sizes.snapshots
         for sample, snapshot in pairs:
             if snapshot >= 0:
-                slots = np.array([rows + snapshot, sample.tokens.slot], np.int32)
+                slots = np.array([rows + snapshot, sample.sequence.slot], np.int32)
                 slots += sample.lane * (rows + more)
                 source, target = slots[::-1] if saves else slots
                 caches = self.programs.copy_states(self._state.caches, source, target)
@@ -358,7 +358,7 @@ class StepRunner:
 
     def experts_of(self, sample: RequestSample) -> jax.Array | None:
         """The experts that a sample's tokens went to (`experts_in_pages`), if they are kept."""
-        sizes, pages = self.programs.sizes, sample.tokens.pages
+        sizes, pages = self.programs.sizes, sample.sequence.pages
         if not sizes.keeps_experts or not pages:
             return None
         padded = pages + [0] * (sizes.width - len(pages))
@@ -422,14 +422,14 @@ class StepRunner:
     def _count(self, samples: Iterable[RequestSample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
         for sample in samples:
-            tokens = sample.tokens
-            if not sample.draws.penalties or sample.counted == tokens.admissions:
+            sequence = sample.sequence
+            if not sample.draws.penalties or sample.counted == sequence.admissions:
                 continue
-            sample.counted = tokens.admissions
-            ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
-            ids[: len(tokens.tokens)] = tokens.tokens
+            sample.counted = sequence.admissions
+            ids = np.full(bucket(len(sequence.tokens)), -1, np.int32)
+            ids[: len(sequence.tokens)] = sequence.tokens
             is_output = np.arange(len(ids)) >= sample.request.given
-            slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
+            slot = np.int32(sample.lane * (self._limits.rows + 1) + sequence.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
     def _take_state(self) -> None:
