@@ -1,8 +1,9 @@
-"""The inputs of a step: a record for each row, flat ids of prompts, rules of tokens.
+"""Requests and samples as the engine follows them, and the inputs of a step that the host writes.
 
-A sample's settings are written when it takes a slot, and its table when its pages change, so a step
-of decoding copies records and fills in lengths. Invariant: a record says all that its row depends
-on, besides the tokens that its pages hold.
+Inputs are a record for each row, flat ids of prompts, drafts, and rules of tokens. A sample's
+settings are written when it takes a slot, and its table when its pages change, so a step of
+decoding copies records and fills in lengths. Invariant: a record says all that its row depends on,
+besides the tokens that its pages hold.
 """
 
 from collections.abc import Mapping, Sequence

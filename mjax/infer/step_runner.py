@@ -91,6 +91,8 @@ class ForwardedStep(NamedTuple):
 class StepRunner:
     """Launches steps in order and reads what they drew; options are those of `Engine`.
 
+    Beside them are `depths` and `snapshots` of `PoolSizes`. Attributes:
+
     sizes: rows of programs of decoding, and tokens of programs of prefill.
     compiled: programs so far, by the shapes of their inputs.
     flying: programs whose results the host has not read.
