@@ -71,7 +71,7 @@ class Collector:
     """Rollouts of one policy in one environment; a context that has the environment's workers.
 
     open_environments: gives the context whose calls are those of the environment.
-    asked: requests in the engine, by group and sample.
+    requests: those in the engine, by group and sample.
     seconds: time that went into "rollout" and "rewards".
     beat: is called now and then, as a sign of life.
     """
@@ -80,7 +80,7 @@ class Collector:
     open_environments: Callable[[], EnvironmentCalls]
     plan: DrawingPlan
     bank: Bank = field(default_factory=Bank)
-    asked: dict[tuple[int, int], Request] = field(default_factory=dict)
+    requests: dict[tuple[int, int], Request] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     beat: Callable[[], None] = lambda: None
     _environments: Any = None
@@ -186,8 +186,8 @@ class Collector:
     def abort(self, number: int) -> None:
         """Forget a group, whatever has become of it."""
         self.bank.groups.pop(number, None)
-        for key in [key for key in self.asked if key[0] == number]:
-            request = self.asked.pop(key)
+        for key in [key for key in self.requests if key[0] == number]:
+            request = self.requests.pop(key)
             self.policy.engine.abort(request.output.request_id)
 
     def record(self) -> dict:
@@ -220,7 +220,7 @@ class Collector:
                 bank.groups[number] = group
                 for rollout in group.rollouts:
                     rollout.add_given(ids)
-                    self._ask(rollout)
+                    self._add_request(rollout)
                 count -= 1
             if skipped > _MOST_SKIPPED:
                 raise UserError(
@@ -251,11 +251,11 @@ class Collector:
 
     # ---- turns -----------------------------------------------------------------------------------
 
-    def _ask(self, rollout: OpenRollout) -> None:
+    def _add_request(self, rollout: OpenRollout) -> None:
         """Let the engine go on with a rollout."""
         plan, place = self.plan, (rollout.group, rollout.sample)
         own = {"seed": seed_of(plan.seed, *place), "max_tokens": plan.room(rollout)}
-        self.asked[place] = self.policy.engine.add(
+        self.requests[place] = self.policy.engine.add(
             rollout.ids,
             plan.params.model_copy(update=own),
             request_id=f"{plan.name}{rollout.group}.{rollout.sample}.{len(rollout.ids)}",
@@ -270,10 +270,10 @@ class Collector:
             with self.policy.memory_named():
                 engine.step()
             self.seconds["rollout"] += time.perf_counter() - began
-        ended = [place for place, request in self.asked.items() if request.output.finished]
+        ended = [place for place, request in self.requests.items() if request.output.finished]
         for place in ended:
             rollout = self._rollout(place)
-            self._add_drawn(rollout, self.asked.pop(place))
+            self._add_drawn(rollout, self.requests.pop(place))
             self._submit_step(rollout)
         for place, turn in self._turns(0 if engine.has_work else _PATIENCE):
             self._take_turn(place, turn)
@@ -318,7 +318,7 @@ class Collector:
             rollout.reward, rollout.reason = 0.0, NO_ROOM
         else:
             rollout.add_given(turn.ids)
-            self._ask(rollout)
+            self._add_request(rollout)
 
     def _rollout(self, place: tuple[int, int]) -> OpenRollout:
         return self.bank.groups[place[0]].rollouts[place[1]]
@@ -327,7 +327,7 @@ class Collector:
 
     def _so_far(self, rollout: OpenRollout) -> OpenRollout:
         """A rollout with the tokens that its request has drawn."""
-        request = self.asked.get((rollout.group, rollout.sample))
+        request = self.requests.get((rollout.group, rollout.sample))
         if request is None:
             return rollout
         lists = {n: list(getattr(rollout, n)) for n in ("ids", "log_probs", "is_sampled")}
@@ -340,9 +340,9 @@ class Collector:
         for group in self.bank.groups.values():
             for rollout in group.rollouts:
                 place = rollout.group, rollout.sample
-                if rollout.reward is not None or place in self.asked or place in self._stepping:
+                if rollout.reward is not None or place in self.requests or place in self._stepping:
                     continue
-                self._submit_step(rollout) if rollout.is_asking else self._ask(rollout)
+                self._submit_step(rollout) if rollout.is_asking else self._add_request(rollout)
 
 
 def _transcripts(group: PromptGroup) -> list[Transcript]:

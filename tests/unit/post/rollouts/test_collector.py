@@ -232,7 +232,7 @@ def test_a_bank_goes_on_from_a_checkpoint_to_the_bit():
     whole.collect(0, 2, depth=1), parts.collect(0, 2, depth=1)
     for _ in range(1):
         whole._advance(), parts._advance()  # requests are in the middle of a turn
-    assert whole.asked
+    assert whole.requests
     record = json.loads(json.dumps(parts.record()))
     assert Bank.of_record(record).record() == record
     resumed = collector(Slow(), max_new_tokens=12, bank=Bank.of_record(record))
@@ -246,9 +246,9 @@ def test_an_aborted_group_leaves_nothing_behind():
     found = collector(Slow(), max_new_tokens=12)
     found.collect(0, 2, depth=1)
     number = next(iter(found.bank.groups))
-    asked = [place for place in found.asked if place[0] == number]
+    asked = [place for place in found.requests if place[0] == number]
     found.abort(number)
     assert len(found.policy.engine.aborted) == len(asked) > 0
-    assert number not in {group for group, _ in found.asked} | found.bank.groups.keys()
+    assert number not in {group for group, _ in found.requests} | found.bank.groups.keys()
     groups = found.collect(1, 2, depth=1)
     assert number not in {t.group for t in itertools.chain(*groups)}
