@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     most = args.max_new_tokens  # mistakes should show before anything is loaded
     params = SamplingParams(max_tokens=most, seed=args.seed, stop=args.stop, **settings)
     prompts = read_prompts(args)
-    from mjax.infer.small_engine import of_batch, small_engine
+    from mjax.infer.small_engine import small_engine, with_own_seeds
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         eos=end_ids(folder, tokenizer),
         donate=True,
     )
-    each = zip(ids, of_batch(params, len(ids)), items, strict=True)
+    each = zip(ids, with_own_seeds(params, len(ids)), items, strict=True)
     rows = {engine.add(row, own, items=beside).output.request_id: [] for row, own, beside in each}
     while engine.has_work:
         for update in engine.step():

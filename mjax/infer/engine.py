@@ -35,8 +35,7 @@ from mjax.infer.records import Request, RequestSample, RowWork, TokenUpdate, sho
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams, token_rules
 from mjax.infer.sample import Draws, draws_of
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler
-from mjax.infer.scheduling.scheduler import Sequence as Tokens
+from mjax.infer.scheduling.scheduler import Chunk, Limits, Plan, Scheduler, TokenSequence
 from mjax.infer.step_runner import Result, StepRunner
 from mjax.infer.whole_prompts import PromptItem, position_shift, require_generator, whole_inputs
 from mjax.models.base.params import Definition
@@ -115,7 +114,7 @@ class Engine:
         )
         self.programs = self.runner.programs
         self.lanes = self._empty_lanes(cache_prefixes)
-        self._of_tokens: dict[Tokens, RequestSample] = {}
+        self._by_sequence: dict[TokenSequence, RequestSample] = {}
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._paused = self._sleeps = False
@@ -176,27 +175,34 @@ class Engine:
         request = Request(RequestOutput(request_id, text, prompt, []), params, len(begin), inputs)
         if params.prompt_logprobs is not None:
             request.output.prompt_logprobs = [None] * len(prompt)
-        most = params.max_tokens or self.limits.length - len(begin)
-        salts = {"salt": params.cache_salt, "adapter": params.adapter}
-        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
         lane = min(range(len(self.lanes)), key=lambda number: self.lanes[number].load)
         for index in range(params.n):
             answer = Answer(params, rules, self.tokenizer, prompt, index, self._matcher(params))
-            tokens = Tokens(number, begin, len(begin) + most, params.priority, salt)
-            tokens.waits, tokens.whole = self._drafts > 0, inputs is not None
-            tokens.reads_prefix = params.prompt_logprobs is None or index > 0
-            seed = (number if params.seed is None else params.seed) % 2**32
-            wanted = params.logprobs or params.prompt_logprobs
-            top = min(TOP, self.cfg.vocab_size) if wanted else 0
-            draws = draws_of([params.sampling], top)
-            sample = RequestSample(request, answer, tokens, seed, draws, lane)
-            sample.shift = position_shift(inputs)
-            sample.adapter = self.adapters.get(params.adapter or "", 0)
-            request.samples.append(sample)
+            request.samples.append(self._sample(request, answer, begin, number, lane))
             request.output.outputs.append(answer.output)
         self._enqueue(request, self.lanes[lane])
         self.requests[request_id] = request
         return request
+
+    def _sample(
+        self, request: Request, answer: Answer, begin: list[int], number: int, lane: int
+    ) -> RequestSample:
+        """One sample of request `number`, whose text begins with these tokens, in a lane."""
+        params, inputs = request.params, request.inputs
+        most = params.max_tokens or self.limits.length - len(begin)
+        salts = {"salt": params.cache_salt, "adapter": params.adapter}
+        salt = tuple(pair for pair in salts.items() if pair[1] is not None)
+        sequence = TokenSequence(number, begin, len(begin) + most, params.priority, salt)
+        sequence.waits, sequence.whole = self._drafts > 0, inputs is not None
+        sequence.reads_prefix = params.prompt_logprobs is None or answer.output.index > 0
+        seed = (number if params.seed is None else params.seed) % 2**32
+        wanted = params.logprobs or params.prompt_logprobs
+        top = min(TOP, self.cfg.vocab_size) if wanted else 0
+        draws = draws_of([params.sampling], top)
+        adapter, shift = self.adapters.get(params.adapter or "", 0), position_shift(inputs)
+        return RequestSample(
+            request, answer, sequence, seed, draws, lane, adapter=adapter, shift=shift
+        )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request where it is, or one of its samples; nothing happens to what has ended."""
@@ -223,9 +229,9 @@ class Engine:
         decode, prefill = [], []
         for plan in plans:
             # Samples of a plan may have ended since: a later lane may have read all tokens.
-            rows = [t for t in plan.decode if t in self._of_tokens]
-            chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._of_tokens]
-            decode.append([RowWork(self._of_tokens[t], t.computed - 1, 1, True) for t in rows])
+            rows = [t for t in plan.decode if t in self._by_sequence]
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence in self._by_sequence]
+            decode.append([RowWork(self._by_sequence[t], t.computed - 1, 1, True) for t in rows])
             prefill.append(list(map(self._work, chunks)))
         waiting = self.runner.decode(decode)
         self.runner.prefill(prefill)
@@ -323,17 +329,17 @@ class Engine:
         """Give drafts to all rows that may have some."""
         if not self._drafts:
             return
-        rows = [self._of_tokens[t] for lane in self.lanes for t in lane.running.values()]
+        rows = [self._by_sequence[t] for lane in self.lanes for t in lane.running.values()]
         rows = [sample for sample in rows if sample.may_draft]
         proposed = self._drafter.propose(rows, self._drafts)
         for sample, drafts in zip(rows, proposed, strict=True):
             most, matcher = self._drafts, sample.answer.matcher
             if matcher is not None:
                 most = matcher.allowed_drafts(drafts[:most])
-            sample.tokens.drafts = drafts[:most]
+            sample.sequence.drafts = drafts[:most]
 
     def _work(self, chunk: Chunk) -> RowWork:
-        return RowWork(self._of_tokens[chunk[0]], *chunk[1:])
+        return RowWork(self._by_sequence[chunk[0]], *chunk[1:])
 
     # ---- results ---------------------------------------------------------------------------------
 
@@ -356,27 +362,27 @@ class Engine:
     def _push(self, result: Result, place: int) -> str:
         """Add a drawn token to its sample; returns the text that is now certain."""
         sample = result.sample
-        tokens, (drawn, own, processed) = sample.tokens, result.columns
+        sequence, (drawn, own, processed) = sample.sequence, result.columns
         token, count = drawn[place], sample.request.params.logprobs
         top = shown_tokens(result.drawn, place, count) if count else None
         logprobs = own[place], processed[place]
         text = sample.answer.push(token, *logprobs, top, result.version)
-        if len(tokens.tokens) + 1 >= tokens.limit:
+        if len(sequence.tokens) + 1 >= sequence.limit:
             text += sample.answer.finish("length")
         if sample.has_ended:  # a step that has the last token in it may be planned, never launched
             self._end(sample)
         else:
             after_draft = place > result.kept[0]
-            self.lanes[sample.lane].read(tokens, token, after_draft=after_draft)
+            self.lanes[sample.lane].read(sequence, token, after_draft=after_draft)
         return text
 
     def _end(self, sample: RequestSample) -> None:
         """Give back what a sample has, and end its request with its last one."""
         output = sample.request.output
-        output.num_cached_tokens = sample.request.samples[0].tokens.hits
+        output.num_cached_tokens = sample.request.samples[0].sequence.hits
         sample.answer.output.experts = self.runner.experts_of(sample)
-        self.lanes[sample.lane].finish(sample.tokens)
-        self._of_tokens.pop(sample.tokens, None)
+        self.lanes[sample.lane].finish(sample.sequence)
+        self._by_sequence.pop(sample.sequence, None)
         if all(other.has_ended for other in sample.request.samples):
             output.finished = True
             self.requests.pop(output.request_id, None)
@@ -398,10 +404,10 @@ class Engine:
         """Give all samples to a scheduler, or none where it refuses one."""
         try:
             for sample in request.samples:
-                lane.add(sample.tokens)
-                self._of_tokens[sample.tokens] = sample
+                lane.add(sample.sequence)
+                self._by_sequence[sample.sequence] = sample
         except UserError:
             for sample in request.samples:
-                lane.finish(sample.tokens)
-                self._of_tokens.pop(sample.tokens, None)
+                lane.finish(sample.sequence)
+                self._by_sequence.pop(sample.sequence, None)
             raise

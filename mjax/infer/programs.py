@@ -173,9 +173,11 @@ class EnginePrograms:
         return caches[: len(self.kinds)]
 
     def of_depths(self, caches: Caches) -> Caches:
+        """The caches of the depths of multi-token prediction (`PoolSizes.depths`)."""
         return caches[len(self.kinds) :]
 
     def abstract_rows(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        """The shape and sharding of an array whose first axis has the rows of all lanes."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._shardings(self.rows))
 
     def abstract_outputs(self, given: StepTokens, records: np.ndarray) -> LayerOutputs:
@@ -279,10 +281,8 @@ class EnginePrograms:
     ) -> StepState:
         size = self.cfg.vocab_size
         where = jnp.where(ids < 0, size, ids)
-        in_prompt = jnp.zeros(size, bool)
-        in_prompt = in_prompt.at[where].max(~is_output, mode="drop")
-        times = jnp.zeros(size, jnp.int32)
-        times = times.at[where].add(is_output, mode="drop")
+        in_prompt = jnp.zeros(size, bool).at[where].max(~is_output, mode="drop")
+        times = jnp.zeros(size, jnp.int32).at[where].add(is_output, mode="drop")
         counts = state.counts
         counts = TokenCounts(
             counts.prompt.at[slot].set(in_prompt),

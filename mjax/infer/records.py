@@ -1,8 +1,9 @@
-"""The inputs of a step: a record for each row, flat ids of prompts, rules of tokens.
+"""Requests and samples as the engine follows them, and the inputs of a step that the host writes.
 
-A sample's settings are written when it takes a slot, and its table when its pages change, so a step
-of decoding copies records and fills in lengths. Invariant: a record says all that its row depends
-on, besides the tokens that its pages hold.
+Inputs are a record for each row, flat ids of prompts, drafts, and rules of tokens. A sample's
+settings are written when it takes a slot, and its table when its pages change, so a step of
+decoding copies records and fills in lengths. Invariant: a record says all that its row depends on,
+besides the tokens that its pages hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.requests import Answer, RequestOutput, SamplingParams
 from mjax.infer.sample import Drawn, Draws, RowRules, Sampling, Scored
-from mjax.infer.scheduling.scheduler import Sequence as Tokens
+from mjax.infer.scheduling.scheduler import TokenSequence
 
 
 def record_dtype(sizes: PoolSizes) -> np.dtype:
@@ -94,7 +95,7 @@ class RequestSample:
 
     request: Request
     answer: Answer
-    tokens: Tokens
+    sequence: TokenSequence
     seed: int
     draws: Draws
     lane: int
@@ -111,12 +112,12 @@ class RequestSample:
         enough = len(self.answer.output.token_ids) >= self.answer.params.min_tokens
         has_form = self.answer.matcher is not None  # and then no bad words
         depends = (self.answer.waits and not has_form) or self.draws.penalties
-        return self.tokens.sampled and enough and not depends
+        return self.sequence.sampled and enough and not depends
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still missing."""
-        return not self.tokens.reads_prefix
+        return not self.sequence.reads_prefix
 
     @property
     def has_ended(self) -> bool:
@@ -189,7 +190,7 @@ class Records:
         for entry in work:
             self._update(lane, entry.sample)
         slots = np.full(rows, self.rows)
-        slots[: len(work)] = [entry.sample.tokens.slot for entry in work]
+        slots[: len(work)] = [entry.sample.sequence.slot for entry in work]
         records = lane[slots]
         own = records[: len(work)]
         own["count"] = [entry.count for entry in work]
@@ -199,25 +200,25 @@ class Records:
         for place, entry in enumerate(work):
             if depths and not entry.samples:
                 end = entry.first + entry.count
-                following = entry.sample.tokens.tokens[end : end + depths]
+                following = entry.sample.sequence.tokens[end : end + depths]
                 own["following"][place, : len(following)] = following
         return records.view(np.int32).reshape(rows, -1)
 
     def _update(self, lane: np.ndarray, sample: RequestSample) -> None:
         """Write what has changed of a sample's record."""
-        tokens = sample.tokens
-        if sample.written != tokens.admissions:  # others may have had the slot meanwhile
-            sample.written, sample.table = tokens.admissions, (0, 0)
+        sequence = sample.sequence
+        if sample.written != sequence.admissions:  # others may have had the slot meanwhile
+            sample.written, sample.table = sequence.admissions, (0, 0)
             settings = vars(sample.answer.params.sampling)
             own = {"seed": sample.seed, "index": sample.answer.output.index}
             settings = settings | own | {"adapter": sample.adapter, "shift": sample.shift}
             for name, value in settings.items():
-                lane[name][tokens.slot] = value
-            lane["table"][tokens.slot] = 0
-        table = len(tokens.pages), tokens.passed
+                lane[name][sequence.slot] = value
+            lane["table"][sequence.slot] = 0
+        table = len(sequence.pages), sequence.passed
         if sample.table != table:
             sample.table = table
-            lane["table"][tokens.slot, : len(tokens.pages)] = tokens.pages
+            lane["table"][sequence.slot, : len(sequence.pages)] = sequence.pages
 
 
 def flat_ids(
@@ -231,7 +232,7 @@ def flat_ids(
     for lane in work:
         tokens: list[int] = []
         for sample, first, count, *_ in lane:
-            own = sample.tokens.tokens[first + ahead : first + ahead + count]
+            own = sample.sequence.tokens[first + ahead : first + ahead + count]
             tokens += own + [0] * (count - len(own))
         lanes.append(tokens)
     ids = np.zeros((len(lanes), holding(sizes, max(map(len, lanes)))), np.int32)
@@ -249,13 +250,13 @@ def drafts_of(
     """
     if not most:
         return None
-    has_some = any(entry.sample.tokens.drafts for lane in work for entry in lane)
+    has_some = any(entry.sample.sequence.drafts for lane in work for entry in lane)
     if not (has_some or always):
         return None
     table = np.full((len(work) * rows, most), -1, np.int32)
     for number, lane in enumerate(work):
         for place, entry in enumerate(lane, number * rows):
-            own = entry.sample.tokens.drafts
+            own = entry.sample.sequence.drafts
             table[place, : len(own)] = own
     return table
 
@@ -295,7 +296,7 @@ def read_scores(work: Sequence[Sequence[RowWork]], scores: Scored) -> None:
                 own = {token: float(scores.logprob[place + i])}
                 output.prompt_logprobs[first + i + 1] = shown_tokens(scores, place + i, most) | own
             if first + count >= len(prompt):
-                sample.tokens.reads_prefix = True
+                sample.sequence.reads_prefix = True
             place += count
 
 
@@ -307,7 +308,7 @@ def rules_of_rows(
         return RowRules()
     answers = [None if sample is None else sample.answer for sample in places]
     # The token that this step draws is counted among those in flight.
-    flying = [0 if sample is None else max(sample.tokens.flying - 1, 0) for sample in places]
+    flying = [0 if sample is None else max(sample.sequence.flying - 1, 0) for sample in places]
     return row_rules(answers, flying, vocabulary, drafts)
 
 
@@ -377,8 +378,16 @@ def _padded_columns(rows: Sequence[Sequence], dtype: type, filling: int) -> np.n
     return table
 
 
-LayerInputs = tuple[StepTokens, np.ndarray]  # tokens and records of a step
-DrawInputs = tuple[StepTokens, np.ndarray, RowRules, Draws]
+StepInputs = tuple[StepTokens, np.ndarray]  # tokens of a step, and its records int32 [R, C]
+
+
+class DrawInputs(NamedTuple):
+    """The inputs of a step's draws besides logits: its tokens, records int32 [R, C] and rules."""
+
+    tokens: StepTokens
+    records: np.ndarray
+    rules: RowRules
+    draws: Draws
 
 
 class WarmPrograms(NamedTuple):
@@ -391,17 +400,18 @@ class WarmPrograms(NamedTuple):
     kinds: tuple[Draws, ...] = ()
     all_rules: bool = False
 
-    def draws(self, steps: Sequence[LayerInputs], vocabulary: int) -> list[DrawInputs]:
+    def draws(self, steps: Sequence[StepInputs], vocabulary: int) -> list[DrawInputs]:
         """Inputs of the programs that draw after these steps, which have tokens and records."""
         found = []
-        for given, records in steps:
-            size = len(records), vocabulary, given.places
+        for step in steps:
             plain = self.kinds[:-1] if self.all_rules else self.kinds
-            found += [(given, records, RowRules(), kind) for kind in plain]
+            found += [DrawInputs(*step, RowRules(), kind) for kind in plain]
             if self.all_rules:
-                masks = RowRules(allowed=filled(RowRules(), *size).allowed)
-                found += [(given, records, masks, kind) for kind in plain]
-                found.append((given, records, filled(RowRules(), *size), self.kinds[-1]))
+                tokens, records = step
+                every = filled(RowRules(), len(records), vocabulary, tokens.places)
+                masks = RowRules(allowed=every.allowed)
+                found += [DrawInputs(*step, masks, kind) for kind in plain]
+                found.append(DrawInputs(*step, every, self.kinds[-1]))
         return found
 
     def choose(
@@ -421,7 +431,7 @@ class WarmPrograms(NamedTuple):
 
 def steps_of_sizes(
     records: Records, rows: Sequence[int], tokens: Sequence[int], chunks: int, drafts: int
-) -> list[LayerInputs]:
+) -> list[StepInputs]:
     """Steps without work: of decoding for each of `rows`, of prefill for each of `tokens`.
 
     chunks: rows of prefill. drafts: guesses of a row; such steps come beside those without.

@@ -344,7 +344,7 @@ class Answer:
     ):
         """`prompt`: the tokens before. Without a tokenizer the text stays empty.
 
-        `matcher`: of the form `params.structured`.
+        `matcher`: of the form `params.structured`. Attributes:
 
         waits: whether the host must have read all its tokens before the next one is drawn.
         has_rules: whether some tokens are favored or forbidden.

@@ -56,9 +56,9 @@ def completed(
 ) -> list[CompletionOutput]:
     """One sample of each prompt.
 
-    params: of each, or of all (`of_batch`). items: of each (`Engine.add`); None: there are none.
+    params: of each, or of all (`with_own_seeds`). items: of each (`Engine.add`); None: no items.
     """
-    each = of_batch(params, len(prompts)) if isinstance(params, SamplingParams) else params
+    each = with_own_seeds(params, len(prompts)) if isinstance(params, SamplingParams) else params
     rows = zip(prompts, each, items or [None] * len(prompts), strict=True)
     requests = [engine.add(ids, own, items=beside) for ids, own, beside in rows]
     while engine.has_work:
@@ -66,8 +66,11 @@ def completed(
     return [request.output.outputs[0] for request in requests]
 
 
-def of_batch(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Parameters of `count` prompts, so that equal ones have samples of their own."""
+def with_own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Parameters of each of `count` prompts, with a seed of its own if `params` has one.
+
+    So equal prompts have samples of their own.
+    """
     if params.seed is None:
         return [params] * count
     seeds = [(params.seed + number * _STRIDE) % 2**32 for number in range(count)]
@@ -99,6 +102,6 @@ class DraftModel:
         settings = {name: getattr(sample.answer.params, name) for name in _SHARED}
         params = SamplingParams(**settings, seed=sample.seed, max_tokens=most)
         try:
-            return self.engine.add(sample.tokens.tokens, params)
+            return self.engine.add(sample.sequence.tokens, params)
         except UserError:
             return None

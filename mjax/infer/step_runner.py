@@ -21,6 +21,7 @@ from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.checks import check_stages
 from mjax.infer.programs import CHUNKS, TOP, EnginePrograms, LayerOutputs, StepState
 from mjax.infer.records import (
+    DrawInputs,
     Launched,
     Records,
     RequestSample,
@@ -39,7 +40,7 @@ from mjax.infer.records import (
     steps_of_sizes,
     united,
 )
-from mjax.infer.sample import Drawn, Draws, RowRules
+from mjax.infer.sample import Drawn, Draws
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.infer.stages.layers_in_stages import stages_for
 from mjax.infer.weights import (
@@ -81,13 +82,15 @@ class ForwardedStep(NamedTuple):
 
     work: Work
     rows: int
-    given: StepTokens
+    tokens: StepTokens
     records: np.ndarray
     outputs: LayerOutputs
 
 
 class StepRunner:
     """Launches steps in order and reads what they drew; options are those of `Engine`.
+
+    Beside them are `depths` and `snapshots` of `PoolSizes`. Attributes:
 
     sizes: rows of programs of decoding, and tokens of programs of prefill.
     compiled: programs so far, by the shapes of their inputs.
@@ -213,17 +216,17 @@ class StepRunner:
             self._take_state()
         steps = steps_of_sizes(self.records, *self.sizes, self._chunks, self._drafts)
         prompts = [step for step in steps if all_rules and step[0].ids is not None]
-        scored = [(given._replace(labels=given.ids), own) for given, own in prompts]
+        scored = [(tokens._replace(labels=tokens.ids), records) for tokens, records in prompts]
         # Steps with equally many rows share the programs that draw.
-        alike = {(len(own), given.places): (given, own) for given, own in steps}
-        drawing = warm.draws([*alike.values()], self._cfg.vocab_size)
-        guessing = warm.draws(steps, self._cfg.vocab_size) if self.programs.sizes.depths else []
+        alike = {(len(records), tokens.places): (tokens, records) for tokens, records in steps}
+        drawn = warm.draws([*alike.values()], self._cfg.vocab_size)
+        guessed = warm.draws(steps, self._cfg.vocab_size) if self.programs.sizes.depths else []
         with ThreadPoolExecutor(8) as pool:
-            tasks = [pool.submit(self.forward, *step) for step in steps + scored]
-            for made, wanted in ((self.drawing, drawing), (self.guessing, guessing)):
-                for given, own, *more in wanted:
-                    outputs = self.programs.abstract_outputs(given, own)
-                    tasks.append(pool.submit(made, given, outputs, own, *more))
+            tasks = [pool.submit(self.forward_program, *step) for step in steps + scored]
+            for program, wanted in ((self.draw_program, drawn), (self.guess_program, guessed)):
+                for inputs in wanted:
+                    outputs = self.programs.abstract_outputs(inputs.tokens, inputs.records)
+                    tasks.append(pool.submit(program, inputs, outputs))
             for task in tasks:
                 task.result()
         self._warm = warm
@@ -250,7 +253,7 @@ class StepRunner:
         drafts = drafts_of(work, rows, self._drafts, always)
         step = self._forward(work, rows, StepTokens(drafts=drafts))
         samples = (entry.sample for lane in work for entry in lane)
-        if any(sample.answer.waits and sample.tokens.flying > 1 for sample in samples):
+        if any(sample.answer.waits and sample.sequence.flying > 1 for sample in samples):
             return step
         self.draw(step)
         return None
@@ -258,7 +261,7 @@ class StepRunner:
     def prefill(self, work: Work) -> None:
         """Launch the chunks of all lanes; a whole prompt has a program to itself."""
         for lane, chunks in enumerate(work):
-            if chunks and chunks[0].sample.tokens.whole:
+            if chunks and chunks[0].sample.sequence.whole:
                 alone = [chunks if number == lane else [] for number in range(len(work))]
                 self._prefill(alone, 1, self.whole_sizes, self._inputs(chunks[0].sample))
                 work[lane] = []
@@ -294,65 +297,69 @@ class StepRunner:
         rows, more = self.programs.sizes.rows + 1, self.programs.sizes.snapshots
         for sample, snapshot in pairs:
             if snapshot >= 0:
-                slots = np.array([rows + snapshot, sample.tokens.slot], np.int32)
+                slots = np.array([rows + snapshot, sample.sequence.slot], np.int32)
                 slots += sample.lane * (rows + more)
                 source, target = slots[::-1] if saves else slots
                 caches = self.programs.copy_states(self._state.caches, source, target)
                 self._state = self._state._replace(caches=caches)
 
-    def _forward(self, work: Work, rows: int, given: StepTokens) -> ForwardedStep:
+    def _forward(self, work: Work, rows: int, tokens: StepTokens) -> ForwardedStep:
         """Launch the layers of a step for the work of all lanes."""
         records = self.records.write(work, rows)
         self._take_state()
         state, programs = self._state, self.programs
-        program = self.forward(given, records)
+        program = self.forward_program(tokens, records)
         caches = programs.of_layers(state.caches)
-        caches, outputs = program(self.params, caches, state.last, given, records)
+        caches, outputs = program(self.params, caches, state.last, tokens, records)
         self._state = state._replace(caches=[*caches, *programs.of_depths(state.caches)])
-        return ForwardedStep(work, rows, given, records, outputs)
+        return ForwardedStep(work, rows, tokens, records, outputs)
 
     def draw(self, step: ForwardedStep) -> None:
         """Launch the draws of a step, but of samples that have ended since."""
-        work, rows, given, records, outputs = step
-        places: list[RequestSample | None] = [None] * len(records)
-        samples: dict[int, RequestSample] = {}
+        work, rows, tokens, records, outputs = step
+        of_rows: list[RequestSample | None] = [None] * len(records)
+        drawing: dict[int, RequestSample] = {}  # by row
         for number, entries in enumerate(work):
-            for place, entry in enumerate(entries, number * rows):
+            for row, entry in enumerate(entries, number * rows):
                 if entry.sample.has_ended:
                     continue
-                places[place] = entry.sample
+                of_rows[row] = entry.sample
                 if entry.samples:
-                    samples[place] = entry.sample
-        if not any(places):
+                    drawing[row] = entry.sample
+        if not any(of_rows):
             return
-        rules = rules_of_rows(places, self._cfg.vocab_size, given.drafts)
-        draws = united([sample.draws for sample in places if sample is not None])
-        sizes = len(records), self._cfg.vocab_size, given.places
+        rules = rules_of_rows(of_rows, self._cfg.vocab_size, tokens.drafts)
+        draws = united([sample.draws for sample in of_rows if sample is not None])
+        sizes = len(records), self._cfg.vocab_size, tokens.places
         draws, rules = self._warm.choose(draws, rules, *sizes)
         self._has_counts |= draws.penalties
         self._take_state()
         if draws.penalties:
-            self._count(filter(None, places))
-        state, more = self._state, (records, rules)
-        program = self.drawing(given, outputs, *more, draws)
-        own = outputs.logits, given.drafts
-        state, drawn, last = program(state._replace(caches=[]), *own, *more)
-        self._state, guesses = state._replace(caches=self._state.caches), None
-        if outputs.activations is not None:
-            program = self.guessing(given, outputs, *more, draws)
-            depths = self.programs.of_depths(self._state.caches)
-            own = state.last, outputs.activations, last
-            depths, guesses = program(self.params, depths, *own, *more)
-            caches = [*self.programs.of_layers(self._state.caches), *depths]
-            self._state = self._state._replace(caches=caches)
+            self._count(filter(None, of_rows))
+        inputs, caches = DrawInputs(tokens, records, rules, draws), self._state.caches
+        program, state = self.draw_program(inputs, outputs), self._state._replace(caches=[])
+        state, drawn, places = program(state, outputs.logits, tokens.drafts, records, rules)
+        self._state = state._replace(caches=caches)
+        guesses = None if outputs.activations is None else self._guess(inputs, outputs, places)
         results = drawn, outputs.scores, guesses
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
-        self.flying.append(Launched(*results, samples, self.version, given.drafts, work))
+        self.flying.append(Launched(*results, drawing, self.version, tokens.drafts, work))
+
+    def _guess(self, inputs: DrawInputs, outputs: LayerOutputs, places: jax.Array) -> jax.Array:
+        """Launch the guesses of the model's own layers after the tokens drawn at `places`."""
+        program = self.guess_program(inputs, outputs)
+        state, programs = self._state, self.programs
+        resident = self.params, programs.of_depths(state.caches), state.last
+        given = outputs.activations, places, inputs.records, inputs.rules
+        depths, guesses = program(*resident, *given)
+        caches = [*programs.of_layers(state.caches), *depths]
+        self._state = state._replace(caches=caches)
+        return guesses
 
     def experts_of(self, sample: RequestSample) -> jax.Array | None:
         """The experts that a sample's tokens went to (`experts_in_pages`), if they are kept."""
-        sizes, pages = self.programs.sizes, sample.tokens.pages
+        sizes, pages = self.programs.sizes, sample.sequence.pages
         if not sizes.keeps_experts or not pages:
             return None
         padded = pages + [0] * (sizes.width - len(pages))
@@ -360,43 +367,29 @@ class StepRunner:
 
     # ---- programs --------------------------------------------------------------------------------
 
-    def forward(self, given: StepTokens, records: np.ndarray) -> jax.stages.Compiled:
+    def forward_program(self, tokens: StepTokens, records: np.ndarray) -> jax.stages.Compiled:
         """The program of the layers for inputs of these shapes."""
-        own = given, records
         state, programs = self._held_or_abstract(), self.programs
-        held = self.params, programs.of_layers(state.caches), state.last
-        tokens = len(records) * given.places
-        if given.ids is not None:
-            tokens = given.ids.shape[-1]
-        return self._compiled(programs.forward, held, own, tokens)
+        resident = self.params, programs.of_layers(state.caches), state.last
+        count = len(records) * tokens.places if tokens.ids is None else tokens.ids.shape[-1]
+        return self._compiled(programs.forward, resident, (tokens, records), count)
 
-    def drawing(
-        self,
-        given: StepTokens,
-        outputs: LayerOutputs,
-        records: np.ndarray,
-        rules: RowRules,
-        draws: Draws,
-    ) -> jax.stages.Compiled:
+    def draw_program(self, inputs: DrawInputs, outputs: LayerOutputs) -> jax.stages.Compiled:
         """The program that draws tokens."""
-        held = (self._held_or_abstract()._replace(caches=[]),)
-        own = outputs.logits, given.drafts, records, rules
-        return self._compiled(self.programs.draw, held, own, draws=draws)
+        tokens, records, rules, draws = inputs
+        resident = (self._held_or_abstract()._replace(caches=[]),)
+        given = outputs.logits, tokens.drafts, records, rules
+        return self._compiled(self.programs.draw, resident, given, draws=draws)
 
-    def guessing(
-        self,
-        given: StepTokens,
-        outputs: LayerOutputs,
-        records: np.ndarray,
-        rules: RowRules,
-        draws: Draws,
-    ) -> jax.stages.Compiled:
+    def guess_program(self, inputs: DrawInputs, outputs: LayerOutputs) -> jax.stages.Compiled:
         """The program in which the model's own layers guess what follows."""
+        tokens, records, rules, draws = inputs
         state, programs = self._held_or_abstract(), self.programs
-        held = self.params, programs.of_depths(state.caches), state.last
-        own = outputs.activations, programs.abstract_rows(len(records)), records, rules
-        each = None if given.ids is not None else given.places
-        return self._compiled(programs.guess, held, own, draws=draws, each=each)
+        resident = self.params, programs.of_depths(state.caches), state.last
+        places = programs.abstract_rows(len(records))
+        given = outputs.activations, places, records, rules
+        each = None if tokens.ids is not None else tokens.places
+        return self._compiled(programs.guess, resident, given, draws=draws, each=each)
 
     def _options(self, tokens: int) -> dict:
         """The XLA options of layers for so many tokens."""
@@ -410,33 +403,34 @@ class StepRunner:
         return self.programs.abstract_state(self._has_counts)
 
     def _compiled(
-        self, function: Callable, held: tuple, own: tuple, tokens: int = 0, **static: object
+        self, function: Callable, resident: tuple, given: tuple, tokens: int = 0, **static: object
     ) -> jax.stages.Compiled:
-        """A program compiled once for shapes of `own`; those of `held` stay, but for counts.
+        """The program of function(*resident, *given), compiled once for each shape of `given`.
 
-        `tokens`: those that its layers compute, if it has any.
+        resident: what stays on the device, in shapes that change with the counts alone.
+        tokens: those that its layers compute, if it has any.
         """
-        arrays, tree = jax.tree.flatten(own)
+        arrays, tree = jax.tree.flatten(given)
         shapes = tuple((x.shape, x.dtype) for x in arrays)
         name = function.__name__  # threads may make more than one function of a name
         is_counted = self._has_counts and name == "_draw"
         key = name, shapes, tree, *static.values(), is_counted
         if key not in self.compiled:
-            lowered, options = function.lower(*held, *own, **static), self._options(tokens)
+            lowered, options = function.lower(*resident, *given, **static), self._options(tokens)
             self.compiled[key] = lowered.compile(compiler_options=options or None)
         return self.compiled[key]
 
     def _count(self, samples: Iterable[RequestSample]) -> None:
         """Count the tokens of samples with penalties that have taken a slot since."""
         for sample in samples:
-            tokens = sample.tokens
-            if not sample.draws.penalties or sample.counted == tokens.admissions:
+            sequence = sample.sequence
+            if not sample.draws.penalties or sample.counted == sequence.admissions:
                 continue
-            sample.counted = tokens.admissions
-            ids = np.full(bucket(len(tokens.tokens)), -1, np.int32)
-            ids[: len(tokens.tokens)] = tokens.tokens
+            sample.counted = sequence.admissions
+            ids = np.full(bucket(len(sequence.tokens)), -1, np.int32)
+            ids[: len(sequence.tokens)] = sequence.tokens
             is_output = np.arange(len(ids)) >= sample.request.given
-            slot = np.int32(sample.lane * (self._limits.rows + 1) + tokens.slot)
+            slot = np.int32(sample.lane * (self._limits.rows + 1) + sequence.slot)
             self._state = self.programs.count(self._state, slot, ids, is_output)
 
     def _take_state(self) -> None:

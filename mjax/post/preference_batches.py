@@ -7,7 +7,7 @@ from mjax.objectives.fields import Batch
 from mjax.post.base.role_programs import BASE_LOG_PROBS, LOG_PROBS
 from mjax.post.base.roles import Role, RoleFields, reference_of
 from mjax.post.base.stored_scores import answer_datasets, attach_stored_scores
-from mjax.post.preferences.mismatched import MISMATCHED
+from mjax.post.preferences.kto_divergence import KTO_DIVERGENCE
 from mjax.post.preferences.objective import Preference
 from mjax.run.batches import DatasetStream, RunBatches, from_config
 from mjax.train.program_kind import ProgramKind
@@ -36,7 +36,7 @@ def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
             fields.append(partial(_field, "ref_log_probs", reference, kind))
     if objective.reads_kl:
         policy = Role("policy", trainer, frozen=False)
-        trainer.live_role_fields = RoleFields((partial(_field, "kl", policy, MISMATCHED),))
+        trainer.live_role_fields = RoleFields((partial(_field, "kl", policy, KTO_DIVERGENCE),))
     trainer.role_fields = RoleFields(tuple(fields))
     return batches
 

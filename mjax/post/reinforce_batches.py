@@ -18,7 +18,7 @@ from mjax.post.base.roles import Role, reference_of, rows_of_process, values_in_
 from mjax.post.environments.chat_tokens import template_beside
 from mjax.post.environments.workers import EnvironmentWorkers
 from mjax.post.policy.critic import Critic, critic_of
-from mjax.post.rollouts.batches import RolloutStream
+from mjax.post.rollouts.batches import RolloutStream, Scorer
 from mjax.post.rollouts.collector import Collector, DrawingPlan
 from mjax.post.rollouts.figures import environment_figures
 from mjax.post.rollouts.policy_engine import PolicyEngine
@@ -29,30 +29,33 @@ from mjax.train.trainer import Trainer
 
 def reinforce_batches(trainer: Trainer, record: dict) -> RunBatches:
     """The batches of a run on rollouts, which goes on from the record of a checkpoint."""
-    world, own = World(trainer), record.get("batches", {})
+    setup, saved = RolloutSetup(trainer), record.get("batches", {})
     is_ppo = trainer.cfg.reinforce.loss_type == "ppo"
-    critic = critic_of(trainer, own.get("critic", {})) if is_ppo else None
+    critic = critic_of(trainer, saved.get("critic", {})) if is_ppo else None
     stream = RolloutStream(
         trainer=trainer,
-        collector=world.collector(),
-        tokenizer=world.tokenizer,
-        score=world.scorer(critic),
+        collector=setup.collector(),
+        tokenizer=setup.tokenizer,
+        score=setup.scorer(critic),
         critic=critic,
     )
-    stream.go_on(own)
+    stream.go_on(saved)
     return RunBatches(
         stream,
         record_at=stream.record_at,
         is_live=True,
         figures_at=stream.figures_at,
         line_at=stream.line_at,
-        measure=world.held_out_reward if trainer.cfg.train.eval_interval else None,
+        measure=setup.held_out_reward if trainer.cfg.train.eval_interval else None,
     )
 
 
 @dataclass(frozen=True)
-class World:
-    """The engine, the environments and the roles that the rollouts of a run are drawn with."""
+class RolloutSetup:
+    """The parts that rollouts of a run are drawn with, from its config.
+
+    They are tokenizer, sampling settings, engine, environments, and roles that score tokens.
+    """
 
     trainer: Trainer
 
@@ -79,14 +82,15 @@ class World:
         return SamplingParams(**{"temperature": 1.0, **given}, detokenize=False)
 
     @cached_property
-    def room(self) -> int:
-        """The tokens of a transcript at most: one more than the places of a row."""
-        return _room_of(self.trainer.cfg)
+    def max_length(self) -> int:
+        """The tokens of a transcript at most."""
+        return _max_length(self.trainer.cfg)
 
     @cached_property
     def policy(self) -> PolicyEngine:
+        """The engine, which has no weights yet."""
         rows = answers_at_once(self.trainer.cfg.reinforce)
-        return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.room, rows)
+        return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.max_length, rows)
 
     # ---- environments ----------------------------------------------------------------------------
 
@@ -110,25 +114,23 @@ class World:
             seed=cfg.run.seed,
             group_size=cfg.reinforce.group_size,
             params=self.params,
-            most=cfg.reinforce.max_new_tokens,
-            room=self.room,
+            max_new_tokens=cfg.reinforce.max_new_tokens,
+            max_length=self.max_length,
         )
-        open_judges = partial(self.workers, cfg.reinforce.environment_args)
-        return Collector(self.policy, open_judges, plan)
+        open_environments = partial(self.workers, cfg.reinforce.environment_args)
+        return Collector(self.policy, open_environments, plan)
 
     def held_out_reward(self, beat: Callable[[], None]) -> Record:
         """The mean reward of the likeliest answers to held-out prompts; "loss" is its negative."""
-        cfg = self.trainer.cfg
-        settings, count = cfg.reinforce, cfg.train.eval_steps * cfg.reinforce.prompts_per_step
-        given = settings.eval_environment_args
-        seed = cfg.run.seed + (given is None)
+        cfg, settings = self.trainer.cfg, self.trainer.cfg.reinforce
+        args, seed = settings.eval_environment_args, cfg.run.seed
+        if args is None:  # those of training, whose stream with another seed has other prompts
+            args, seed = settings.environment_args, seed + 1
         params = self.params.model_copy(update={"temperature": 0.0})
-        plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.room, "held-out ")
+        plan = DrawingPlan(seed, 1, params, settings.max_new_tokens, self.max_length, "held-out ")
         self.policy.take_weights()
-        args = settings.environment_args if given is None else given
-        collector = Collector(self.policy, partial(self.workers, args), plan, beat=beat)
-        with collector:
-            groups = collector.collect(0, count)
+        with Collector(self.policy, partial(self.workers, args), plan, beat=beat) as collector:
+            groups = collector.collect(0, cfg.train.eval_steps * settings.prompts_per_step)
         self.policy.rest()
         transcripts = [t for group in groups for t in group]
         reward = float(np.mean([t.reward for t in transcripts]))
@@ -142,9 +144,11 @@ class World:
 
     # ---- roles -----------------------------------------------------------------------------------
 
-    def scorer(self, critic: Critic | None = None) -> Callable[[HostBatch], dict[str, np.ndarray]]:
-        """Rates the labels of a batch by the policy, the reference and a critic, where they are
-        read.
+    def scorer(self, critic: Critic | None = None) -> Scorer:
+        """Computes those of these fields of a batch that the loss reads, fp32 [B, S] each.
+
+        "old_log_probs" and "ref_log_probs": of labels under the policy and the reference.
+        "values": the critic's.
         """
         trainer, settings, roles = self.trainer, self.trainer.cfg.reinforce, {}
         log_probs = partial(kind_of_tokens, placed_log_probs, temperature=self.params.temperature)
@@ -168,17 +172,18 @@ class World:
         return score
 
 
-def _room_of(cfg: Config) -> int:
-    model, room = cfg.model, cfg.data.seq_length + 1
+def _max_length(cfg: Config) -> int:
+    """The tokens of a transcript at most: one more than the places of a row, as labels need."""
+    model, longest = cfg.model, cfg.data.seq_length + 1
     if model.position_embedding == "relative":
-        return room
-    return min(room, model.max_position_embeddings)
+        return longest
+    return min(longest, model.max_position_embeddings)
 
 
 def engine_line(trainer: Trainer) -> str:
     """A line of a plan on the engine's memory; it raises `UserError` for what does not fit."""
     settings = trainer.cfg.reinforce
-    engine = PolicyEngine(trainer, None, (), _room_of(trainer.cfg), answers_at_once(settings))
+    engine = PolicyEngine(trainer, None, (), _max_length(trainer.cfg), answers_at_once(settings))
     weights, caches = (size / 1e9 for size in engine.bytes_per_device())
     count, where = engine.place.mesh.size, "which the trainer has too"
     if engine.place.is_apart:

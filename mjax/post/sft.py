@@ -12,22 +12,22 @@ from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.config.schema.run import Config
-from mjax.data.preview import print_rows
+from mjax.data.preview import add_preview, preview
 from mjax.errors import CommandParser, UserError, run_cli
 from mjax.run.command import train_command
 from mjax.run.monitor.log_writer import warn
 
-LEARNING_RATE = 2e-5
-OF_ADAPTERS = 10  # times that rate, where adapters are trained
-WARMUP = 0.03  # of the steps
+SFT_RATE = 2e-5  # learning rate
+ADAPTER_FACTOR = 10  # times that rate, where adapters are trained
+WARMUP_SHARE = 0.03  # of the steps
 EVALUATIONS = 10  # of a run
-ABOUT = f"""
+SFT_DEFAULTS = f"""
 Keys that are not set have other defaults than in mjax train:
   model                     that of the weights in checkpoint.init_from, which keys of model
                             change; with model.hidden_size it is all given
   data.tokenizer            the tokenizer and chat template beside those weights
-  schedule.lr               {LEARNING_RATE:g}, with lora.rank {OF_ADAPTERS} times that
-  schedule.warmup_steps     {WARMUP:.0%} of train.steps
+  schedule.lr               {SFT_RATE:g}, with lora.rank {ADAPTER_FACTOR} times that
+  schedule.warmup_steps     {WARMUP_SHARE:.0%} of train.steps
   optimizer.weight_decay    0
   train.eval_interval       a tenth of train.steps, if data is held out
   checkpoint.interval       as train.eval_interval
@@ -41,48 +41,47 @@ def main() -> int:
     parser = CommandParser(
         "post.sft",
         description="Fine-tune a model on conversations; the loss is on the answers.",
-        epilog=ABOUT,
+        epilog=SFT_DEFAULTS,
     )
-    about = "print so many rows as the run reads them, with the loss made visible, and exit"
-    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    add_preview(parser)
     return train_command(parser, defaults=sft_defaults, first=_before_training)
 
 
 def _before_training(cfg: Config, args: argparse.Namespace) -> int | None:
     """Refuse what is no fine-tuning, and preview; None goes on."""
     require_conversations(cfg)
-    if args.preview is None:
-        return None
-    print_rows(cfg, args.preview)
-    return 0
+    return preview(cfg, args)
 
 
-def sft_defaults(tree: dict) -> dict:
-    """Values for the keys that `tree`, as yet unchecked, does not set."""
+def sft_defaults(tree: dict, rate: float = SFT_RATE) -> dict:
+    """Values for the keys that `tree`, as yet unchecked, does not set.
+
+    rate: the learning rate of whole weights, which adapters multiply.
+    """
     steps = _whole_number(tree, "train", "steps") or Config().train.steps
     decay_steps = _whole_number(tree, "schedule", "decay_steps") or steps
-    warmup_steps = int(WARMUP * min(steps, decay_steps))
-    factor = OF_ADAPTERS if _whole_number(tree, "lora", "rank") else 1
+    warmup_steps = int(WARMUP_SHARE * min(steps, decay_steps))
+    factor = ADAPTER_FACTOR if _whole_number(tree, "lora", "rank") else 1
     found = {
-        "schedule": {"lr": factor * LEARNING_RATE, "warmup_steps": warmup_steps},
+        "schedule": {"lr": factor * rate, "warmup_steps": warmup_steps},
         "optimizer": {"weight_decay": 0.0},
         "train": {},
         "checkpoint": {},
     }
     tenth = max(steps // EVALUATIONS, 1)
-    evaluated = tenth if _holds_out(tree) else None
-    if _is_set(tree, "train", "eval_interval"):
-        evaluated = _whole_number(tree, "train", "eval_interval")
-    saved = evaluated or tenth
-    if _is_set(tree, "checkpoint", "interval"):
-        saved = _whole_number(tree, "checkpoint", "interval")
-    elif _is_set(tree, "checkpoint", "keep_every"):
-        saved = None  # it must divide that
-    found["train"]["eval_interval"] = evaluated
-    found["checkpoint"]["interval"] = saved
-    if evaluated and saved and saved % evaluated == 0:
+    eval_interval = tenth if _holds_out(tree) else None
+    if "eval_interval" in keys_of(tree, "train"):
+        eval_interval = _whole_number(tree, "train", "eval_interval")
+    save_interval = eval_interval or tenth
+    if "interval" in keys_of(tree, "checkpoint"):
+        save_interval = _whole_number(tree, "checkpoint", "interval")
+    elif "keep_every" in keys_of(tree, "checkpoint"):
+        save_interval = None  # it must divide that
+    found["train"]["eval_interval"] = eval_interval
+    found["checkpoint"]["interval"] = save_interval
+    if eval_interval and save_interval and save_interval % eval_interval == 0:
         found["checkpoint"]["keep_best"] = 1
-    start = _given(tree, "checkpoint", "init_from")
+    start = keys_of(tree, "checkpoint").get("init_from")
     if isinstance(start, str) and start:
         found |= _of_weights(tree, start)
     return found
@@ -91,22 +90,22 @@ def sft_defaults(tree: dict) -> dict:
 def _of_weights(tree: dict, start: str) -> dict:
     """The model and the tokenizer of the weights that a run starts from."""
     found = {}
-    is_whole = _is_set(tree, "model", "hidden_size")  # else keys of it change that of the weights
-    if _is_set(tree, "data", "tokenizer") and is_whole:
+    data = keys_of(tree, "data")
+    is_whole = "hidden_size" in keys_of(tree, "model")  # else keys change the model of the weights
+    if "tokenizer" in data and is_whole:
         return found
     if hub_name(start) is None and not run_of(Path(start).expanduser()).exists():
         raise UserError(
             f"checkpoint.init_from={start}: there is no such folder; give that of a model from a "
             "hub, or of a run (configs/quickstart.yaml makes runs/quickstart)"
         )
-    if _given(tree, "data", "tokenizer") is None:
+    if data.get("tokenizer") is None:
         tokenizer = tokenizer_of(start)
         found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
     if not is_whole:
         from mjax.interop.sources import source_of  # imports jax
 
-        images = _given(tree, "data", "images")
-        model = source_of(start, text=not (isinstance(images, dict) and images.get("path"))).cfg
+        model = source_of(start, text=not keys_of(data, "images").get("path")).cfg
         found["model"] = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     return found
 
@@ -124,30 +123,24 @@ def require_conversations(cfg: Config) -> None:
         warn("the weights are drawn at random; checkpoint.init_from=FOLDER starts from a model's")
 
 
-def _given(tree: dict, group: str, name: str) -> Any:
-    """The value of a key as it was given, or None."""
-    keys = tree.get(group)
-    return keys.get(name) if isinstance(keys, dict) else None
-
-
-def _is_set(tree: dict, group: str, name: str) -> bool:
-    keys = tree.get(group)
-    return isinstance(keys, dict) and name in keys
+def keys_of(tree: dict, group: str) -> dict:
+    """The keys of a group that are set."""
+    found: Any = tree.get(group)
+    return found if isinstance(found, dict) else {}
 
 
 def _whole_number(tree: dict, group: str, name: str) -> int | None:
-    """The value of a key that was given, if it is a number of steps."""
-    value = _given(tree, group, name)
+    """The value of a key that is set, if it is a whole number above 0."""
+    value = keys_of(tree, group).get(name)
     return value if isinstance(value, int) and value > 0 else None
 
 
 def _holds_out(tree: dict) -> bool:
     """Whether the data that was given has a held-out part, or is split by default."""
-    images = _given(tree, "data", "images")
-    others = isinstance(images, dict) and images.get("valid_path")
-    if _given(tree, "data", "valid_paths") or others:
+    data = keys_of(tree, "data")
+    if data.get("valid_paths") or keys_of(data, "images").get("valid_path"):
         return True
-    split = _given(tree, "data", "split")
+    split = data.get("split")
     return not isinstance(split, list) or len(split) < 2 or split[1] != 0
 
 

@@ -56,7 +56,7 @@ from mjax.post.distillation.teacher_divergence import (
     StoredDistillation,
     teacher_config,
 )
-from mjax.post.reinforce_batches import World
+from mjax.post.reinforce_batches import RolloutSetup
 from mjax.post.rollouts.student_answers import StudentStream, conversation_prompts
 from mjax.run.batches import RunBatches, from_config
 from mjax.run.out_of_memory import owned_by
@@ -92,16 +92,16 @@ def distillation_batches(trainer: Trainer, record: dict) -> RunBatches:
 
 def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBatches:
     """The batches of a run of which the student draws a share, or all."""
-    cfg, world = trainer.cfg, World(trainer)
+    cfg, setup = trainer.cfg, RolloutSetup(trainer)
     data = from_config(trainer, record) if data_sources(cfg) else None
-    collector = world.collector()
+    collector = setup.collector()
     if cfg.data.conversations.path is not None:
-        prompts = conversation_prompts(cfg, world.tokenizer)
-        collector.open_judges = lambda: prompts
+        prompts = conversation_prompts(cfg, setup.tokenizer)
+        collector.open_environments = lambda: prompts
     stream = StudentStream(
         trainer=trainer,
         collector=collector,
-        tokenizer=world.tokenizer,
+        tokenizer=setup.tokenizer,
         score=lambda batch: {},
         data=data.training if data and cfg.distill.student_share < 1 else None,
         has_rewards=cfg.data.conversations.path is None,
@@ -110,7 +110,7 @@ def _with_answers(trainer: Trainer, own: Trainer | None, record: dict) -> RunBat
     trainer.role_fields = teacher_fields(trainer, own)
     live = {"is_live": True, "figures_at": stream.figures_at, "line_at": stream.line_at}
     if data is None:
-        measure = world.held_out_reward if cfg.train.eval_interval else None
+        measure = setup.held_out_reward if cfg.train.eval_interval else None
         return RunBatches(stream, record_at=stream.record_at, measure=measure, **live)
 
     def record_at(step: int) -> dict:
@@ -129,27 +129,28 @@ def teacher_fields(
     teacher = teacher_of(trainer, own)
     kind = kind_of_tokens(placed_hidden_states, outputs=trainer.objective.pairs.teacher)
     own, shardings = teacher.trainer, trainer.placer.shardings()
-    whole = {}
+    head: Batch = {}  # from the first batch on
 
-    def compute(placed: Batch, given: HostBatch) -> Batch:
-        if not trainer.role_devices:
-            own.programs.share_bound(trainer.programs)
-            batch = {name: placed[name] for name in own.placer.names}
-            whole.update(whole or teacher.compute(HEADS, batch))
-            return teacher.compute(kind, batch) | whole
+    def on_same_mesh(placed: Batch, given: HostBatch) -> Batch:
+        own.programs.share_bound(trainer.programs)
+        batch = {name: placed[name] for name in own.placer.names}
+        head.update(head or teacher.compute(HEADS, batch))
+        return teacher.compute(kind, batch) | head
+
+    def from_own_devices(placed: Batch, given: HostBatch) -> Batch:
         with owned_by(" of the teacher", WAYS_OF_TEACHER):
-            batch, found = own.place(given), {}
-            heads = {} if whole else teacher.compute(HEADS, batch)
+            batch = own.place(given)
+            tables = {} if head else teacher.compute(HEADS, batch)
             fields = teacher.compute(kind, batch)
-        for name, table in on_host(heads).items():
-            whole[name] = global_array(table, shardings[name], len(table), 0)
-        cps = own.parallel.cp, trainer.parallel.cp
-        columns = columns_of_copy(batch["columns"].size, *cps)
+        for name, table in on_host(tables).items():
+            head[name] = global_array(table, shardings[name], len(table), 0)
+        columns = columns_of_copy(batch["columns"].size, own.parallel.cp, trainer.parallel.cp)
+        copies = {}
         for name, field in fields.items():
-            found[name] = copied_field(field, columns, shardings[name], own.mesh)
-        return found | whole
+            copies[name] = copied_field(field, columns, shardings[name], own.mesh)
+        return copies | head
 
-    return compute
+    return from_own_devices if trainer.role_devices else on_same_mesh
 
 
 def write_teacher(cfg: Config, folder: Path, most: int) -> int:

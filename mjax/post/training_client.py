@@ -21,13 +21,13 @@ from mjax.infer.requests import SamplingParams
 from mjax.kernels.loss.token_functions import TokenFunction
 from mjax.objectives.fields import LAYER_FIELDS, HostBatch
 from mjax.objectives.next_token import NextToken
-from mjax.objectives.objective import NEXT_TOKEN, objective_of
+from mjax.objectives.objective import NEXT_TOKEN, Objective, objective_of
 from mjax.objectives.token_loss import TokenLoss
 from mjax.post.base.role_programs import kind_of_tokens, placed_log_probs
 from mjax.post.base.roles import rows_of_process, values_in_order
 from mjax.post.policy.policy_losses import ADVANTAGES, OLD, SAMPLER, importance_sampling
 from mjax.post.policy.policy_objective import PolicyObjective
-from mjax.post.reinforce_batches import World
+from mjax.post.reinforce_batches import RolloutSetup
 from mjax.post.rollouts.collector import seed_of
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
@@ -112,10 +112,9 @@ class TrainingClient:
 
     def _learner(self, loss: Any, batch: HostBatch) -> tuple[Hashable, Trainer]:
         """(key of a loss, a trainer that has its programs and no state)."""
-        cfg, names = self.trainer.cfg, ()
-        function = importance_sampling if loss == "importance_sampling" else loss
+        function, names = loss, ()  # names: of the fields that a token function reads
         if loss == "importance_sampling":
-            names = ADVANTAGES, SAMPLER
+            function, names = importance_sampling, (ADVANTAGES, SAMPLER)
         elif not isinstance(loss, str):
             names = tuple(sorted(batch.keys() - NextToken.fields.keys() - LAYER_FIELDS.keys()))
         elif loss not in LOSSES_BY_NAME:
@@ -123,15 +122,19 @@ class TrainingClient:
             raise UserError(f"loss={loss!r}: give one of {known}, or a function of tokens")
         key = loss, names
         if key not in self._learners:
-            if loss == "policy":
-                objective = PolicyObjective.of(cfg)
-            elif loss == "cross_entropy":
-                plain = cfg.train.model_copy(update={"objective": NEXT_TOKEN})
-                objective = objective_of(cfg.model_copy(update={"train": plain}))
-            else:
-                objective = TokenLoss(function, names, cfg.reinforce.temperature)
-            self._learners[key] = Trainer(cfg, self.trainer.mesh, objective=objective)
+            objective, own = self._objective(function, names), self.trainer
+            self._learners[key] = Trainer(own.cfg, own.mesh, objective=objective)
         return key, self._learners[key]
+
+    def _objective(self, loss: Any, names: tuple[str, ...]) -> Objective:
+        """The objective of a named loss, or of a token function of fields of these names."""
+        cfg = self.trainer.cfg
+        if loss == "policy":
+            return PolicyObjective.of(cfg)
+        if loss == "cross_entropy":
+            plain = cfg.train.model_copy(update={"objective": NEXT_TOKEN})
+            return objective_of(cfg.model_copy(update={"train": plain}))
+        return TokenLoss(loss, names, cfg.reinforce.temperature)
 
     def _packed(self, transcripts: Sequence[Transcript]) -> PackedTranscripts:
         cfg = self.trainer.cfg
@@ -146,10 +149,10 @@ class TrainingClient:
     # ---- sampling --------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _world(self) -> World:
+    def _setup(self) -> RolloutSetup:
         if self.trainer.cfg.data.tokenizer is None:
             raise UserError("data.tokenizer: the engine needs one; name a file or byte")
-        return World(self.trainer)
+        return RolloutSetup(self.trainer)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None, n: int = 1
@@ -159,10 +162,10 @@ class TrainingClient:
         The default params are reinforce.sampling and max_new_tokens. The noise of an answer is a
         function of run.seed, the number of its prompt since step 0, and its own number.
         """
-        settings, policy = self.trainer.cfg.reinforce, self._world.policy
+        settings, policy = self.trainer.cfg.reinforce, self._setup.policy
         if params is None:
             most = {"max_tokens": settings.max_new_tokens}
-            params = self._world.params.model_copy(update=most)
+            params = self._setup.params.model_copy(update=most)
         engine, rollouts = policy.take_weights(), []
         try:
             for group, ids in enumerate(prompts, start=self.sampled):
@@ -218,8 +221,8 @@ class TrainingClient:
         self._means.clear()
         record = restored_record(self.trainer).get("batches", {})
         self.sampled = record.get("client", {}).get("sampled", 0)
-        if "_world" in self.__dict__:
-            self._world.policy.expire()
+        if "_setup" in self.__dict__:
+            self._setup.policy.expire()
         return self.trainer.step_number
 
 

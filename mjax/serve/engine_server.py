@@ -256,15 +256,15 @@ class EngineServer:
             versions=made.weight_versions[first:],
             finish_reason=made.finish_reason,
             stop_reason=made.stop_reason,
-            cached=served.request.samples[0].tokens.hits,
+            cached=served.request.samples[0].sequence.hits,
             prompt_logprobs=output.prompt_logprobs if index == first == 0 else None,
         )
 
     def _count_end(self, request: Request) -> None:
         for sample in request.samples:
             self.counts.prefix_queries += request.given
-            self.counts.prefix_hits += sample.tokens.hits
-            self.counts.preemptions += max(sample.tokens.admissions - 1, 0)
+            self.counts.prefix_hits += sample.sequence.hits
+            self.counts.preemptions += max(sample.sequence.admissions - 1, 0)
 
     def _send(self, client: bytes, message: wire.FromEngine) -> None:
         """Send, or end what a client has that is gone."""

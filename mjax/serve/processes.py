@@ -51,6 +51,11 @@ class Pulse:
         return self._time[0]
 
 
+def pulse_of(home: Path, role: str, number: int) -> Pulse:
+    """The pulse of a child, in a file that its parent finds, too."""
+    return Pulse(home / f"{role}{number}.pulse")
+
+
 class Server:
     """The parent. `run` serves until it is asked to stop and returns the exit code."""
 
@@ -62,23 +67,20 @@ class Server:
 
     def run(self) -> int:
         """Serve. Raises `UserError` where the port cannot be had."""
-        door = listening_socket(self.options.host, self.options.port)
+        listener = listening_socket(self.options.host, self.options.port)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
-        with tempfile.TemporaryDirectory(prefix="mjax-") as home, door:
+        with tempfile.TemporaryDirectory(prefix="mjax-") as home, listener:
             self._home = Path(home)
-            count = range(self.options.replicas)
-            self._pulses = [Pulse(self._home / f"engine{number}.pulse") for number in count]
-            self._begun = [
-                Pulse(self._home / f"worker{number}.pulse")
-                for number in range(self.options.workers)
-            ]
-            port = door.getsockname()[1]
-            for number in count:
+            replicas, workers = range(self.options.replicas), range(self.options.workers)
+            self._engine_pulses = [pulse_of(self._home, "engine", number) for number in replicas]
+            self._worker_pulses = [pulse_of(self._home, "worker", number) for number in workers]
+            port = listener.getsockname()[1]
+            for number in replicas:
                 self._engines.append(self._start("engine", number))
-            for number in range(self.options.workers):
-                self._workers.append(self._start("worker", number, door))
-            door.close()  # where workers have closed it nobody gets in
+            for number in workers:
+                self._workers.append(self._start("worker", number, listener))
+            listener.close()  # where workers have closed it nobody gets in
             tell(f"loading {self.options.name} and compiling its programs")
             try:
                 return self._watch(port)
@@ -88,9 +90,32 @@ class Server:
     def _ask(self, *_: object) -> None:
         self._asked += 1
 
-    def _start(self, role: str, number: int, door: socket.socket | None = None) -> subprocess.Popen:
-        """A child, which reads its options from standard input."""
-        passed = () if door is None else (door.fileno(),)
+    def _start(
+        self, role: str, number: int, listener: socket.socket | None = None
+    ) -> subprocess.Popen:
+        """A child, which reads its task from standard input and inherits the listening socket."""
+        passed = () if listener is None else (listener.fileno(),)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mjax.serve.processes"],
+            stdin=subprocess.PIPE,
+            pass_fds=passed,
+            process_group=0,  # signals of a terminal are for the parent
+            env=self._environment(role, number),
+        )
+        task = {
+            "role": role,
+            "number": number,
+            "home": str(self._home),
+            "parent": os.getpid(),
+            "listener": passed[0] if passed else -1,
+            "options": dataclasses.asdict(self.options),
+        }
+        child.stdin.write(json.dumps(task).encode())
+        child.stdin.close()
+        return child
+
+    def _environment(self, role: str, number: int) -> dict[str, str]:
+        """The environment of a child: a worker has no GPU, a replica those of its own."""
         environment = dict(os.environ)
         if role == "worker":
             environment["JAX_PLATFORMS"] = "cpu"
@@ -102,24 +127,7 @@ class Server:
             sizes = "tensor_parallel_size", "pipeline_parallel_size"
             size = math.prod(self.options.engine.get(name, 1) for name in sizes)
             environment["CUDA_VISIBLE_DEVICES"] = own_devices(environment, number, size)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "mjax.serve.processes"],
-            stdin=subprocess.PIPE,
-            pass_fds=passed,
-            process_group=0,  # signals of a terminal are for the parent
-            env=environment,
-        )
-        told = {
-            "role": role,
-            "number": number,
-            "home": str(self._home),
-            "parent": os.getpid(),
-            "door": passed[0] if passed else -1,
-            "options": dataclasses.asdict(self.options),
-        }
-        child.stdin.write(json.dumps(told).encode())
-        child.stdin.close()
-        return child
+        return environment
 
     # ---- a life ----------------------------------------------------------------------------------
 
@@ -130,7 +138,8 @@ class Server:
             code = self._fallen()
             if code is not None:
                 return code
-            if not is_ready and all(pulse.last for pulse in (*self._pulses, *self._begun)):
+            pulses = *self._engine_pulses, *self._worker_pulses
+            if not is_ready and all(pulse.last for pulse in pulses):
                 is_ready = True
                 host = self.options.host
                 where = f"[{host}]" if ":" in host else host
@@ -156,7 +165,7 @@ class Server:
     def _is_stuck(self) -> bool:
         """Whether an engine has made no turn for too long."""
         limit = self.options.stuck_seconds
-        for number, pulse in enumerate(self._pulses):
+        for number, pulse in enumerate(self._engine_pulses):
             last = pulse.last
             if limit and last and time.monotonic() - last > limit:
                 tell(f"engine {number} has made no step for {limit:g} s: the server ends")
@@ -167,10 +176,9 @@ class Server:
         """Let workers finish what runs; then end the engines. A second signal ends all at once."""
         tell("asked to stop: what runs may end, and nothing new is taken")
         _signal_all(self._workers)
-        if not self._ended(self._workers, self.options.shutdown_seconds + _GRACE):
-            return INTERRUPTED if self._asked > 1 else 0
-        _signal_all(self._engines)
-        self._ended(self._engines, _GRACE)
+        if self._ended(self._workers, self.options.shutdown_seconds + _GRACE):
+            _signal_all(self._engines)
+            self._ended(self._engines, _GRACE)
         return INTERRUPTED if self._asked > 1 else 0
 
     def _ended(self, children: list[subprocess.Popen], seconds: float) -> bool:
@@ -229,16 +237,16 @@ def own_devices(environment: dict[str, str], number: int, size: int) -> str:
 
 
 def main() -> None:
-    """Run as a child of `Server`, which tells on standard input what to do."""
+    """Run as a child of `Server`, whose task stands on standard input."""
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-    told = json.loads(sys.stdin.buffer.read())
-    if os.getppid() != told["parent"]:  # it died before the kernel was told
+    task = json.loads(sys.stdin.buffer.read())
+    if os.getppid() != task["parent"]:  # it died before the kernel was told
         os._exit(1)
-    options = ServeOptions(**told["options"])
-    if told["role"] == "engine":
-        run_cli(lambda: run_engine(options, Path(told["home"]), told["number"]))
+    options = ServeOptions(**task["options"])
+    if task["role"] == "engine":
+        run_cli(lambda: run_engine(options, Path(task["home"]), task["number"]))
     else:
-        run_cli(lambda: run_worker(options, Path(told["home"]), told["number"], told["door"]))
+        run_cli(lambda: run_worker(options, Path(task["home"]), task["number"], task["listener"]))
 
 
 def run_engine(options: ServeOptions, home: Path, number: int) -> None:
@@ -251,7 +259,7 @@ def run_engine(options: ServeOptions, home: Path, number: int) -> None:
 
     signal.signal(signal.SIGTERM, end)  # nothing is in flight that anyone waits for
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pulse = Pulse(home / f"engine{number}.pulse")
+    pulse = pulse_of(home, "engine", number)
     model = ServedModel(options)
     address = f"ipc://{home}/engine{number}"
     server = EngineServer(address, model.engine, model.facts, pulse.beat)
@@ -268,7 +276,7 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> None:
+def run_worker(options: ServeOptions, home: Path, worker: int, listener: int) -> None:
     """Speak HTTP until SIGTERM, then until what runs has ended."""
     import uvicorn
     import uvloop
@@ -277,7 +285,7 @@ def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> Non
 
     addresses = [f"ipc://{home}/engine{number}" for number in range(options.replicas)]
     config = uvicorn.Config(
-        LateApp(addresses, options, Pulse(home / f"worker{worker}.pulse").beat),
+        LateApp(addresses, options, pulse_of(home, "worker", worker).beat),
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -285,7 +293,7 @@ def run_worker(options: ServeOptions, home: Path, worker: int, door: int) -> Non
         timeout_graceful_shutdown=max(int(options.shutdown_seconds), 1),
     )
     server = uvicorn.Server(config)
-    sockets = [socket.socket(fileno=door)]
+    sockets = [socket.socket(fileno=listener)]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=sockets))
 

@@ -20,8 +20,10 @@ from mjax.models.runtime.run import Caches
 
 
 class PoolSizes(NamedTuple):
-    """Sizes of one lane: pages, rows at a time, and pages of the longest row.
+    """Sizes of the caches of one lane.
 
+    pages: of the pool, the null page among them. rows: that are served at a time.
+    width: pages of the longest row.
     eight_bits: whether keys and values are cached in e4m3.
     drafts: guessed tokens of a row that a step of decoding may verify.
     snapshots: further slots of states, which prompts of an equal beginning go on from.

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from mjax.infer.scheduling.scheduler import Sequence as Tokens
+from mjax.infer.scheduling.scheduler import TokenSequence
 
 
 class TextInWork(Protocol):
     """A text that is made, as `RequestSample`; `guesses` are of the model's own layers."""
 
-    tokens: Tokens
+    sequence: TokenSequence
     guesses: list[int]
 
 
@@ -36,7 +36,7 @@ class RepeatedTexts:
         found = []
         for sample in samples:
             text = self._of_samples.setdefault(sample, RepeatedText())
-            found.append(text.guess(sample.tokens.tokens, most))
+            found.append(text.guess(sample.sequence.tokens, most))
         return found
 
 

@@ -60,7 +60,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """One sample of a request. The engine gives the first group of fields, `Scheduler` the rest.
 
     - tokens: the prompt, then the outputs that the host has read.
@@ -131,7 +131,7 @@ class Chunk(NamedTuple):
     - restored, saved: snapshots of the state before and after them, -1: none.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     first: int
     count: int
     samples: bool
@@ -150,9 +150,9 @@ class Plan:
       finished the sequences that they end.
     """
 
-    decode: list[Sequence] = field(default_factory=list)
+    decode: list[TokenSequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[TokenSequence] = field(default_factory=list)
     drain: bool = False
 
 
@@ -166,14 +166,14 @@ class Scheduler:
 
     def __init__(self, limits: Limits, pool: PagePool, window: int | None = None):
         self.limits, self.pool, self.window = limits, pool, window
-        self.running: dict[int, Sequence] = {}
-        self._queue: list[tuple[int, int, Sequence]] = []  # sorted by priority, then arrival
+        self.running: dict[int, TokenSequence] = {}
+        self._queue: list[tuple[int, int, TokenSequence]] = []  # sorted by priority, then arrival
         self._queued_tokens = 0
         self._slots = list(range(limits.rows))[::-1]
         self._arrivals = count()
 
     @property
-    def waiting(self) -> list[Sequence]:
+    def waiting(self) -> list[TokenSequence]:
         """Sequences that wait to run, the next one first."""
         return [sequence for *_, sequence in self._queue]
 
@@ -182,7 +182,7 @@ class Scheduler:
         """Number of sequences that run or wait."""
         return len(self.running) + len(self._queue)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Puts a new sequence into the queue.
 
         Raises `UserError` for a sequence that can never run, and `QueueFull` if too much waits.
@@ -195,7 +195,7 @@ class Scheduler:
             sequence.hashes = chain(sequence.tokens, self.pool.page, sequence.salt)
         self._enqueue(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: TokenSequence) -> None:
         """Ends a sequence anywhere in its life; nothing happens if it has ended.
 
         Its pages are free at once. Samples in flight are dropped by `read`.
@@ -205,7 +205,7 @@ class Scheduler:
         elif sequence.slot >= 0:
             self._stop(sequence)
 
-    def read(self, sequence: Sequence, token: int, *, after_draft: bool = False) -> None:
+    def read(self, sequence: TokenSequence, token: int, *, after_draft: bool = False) -> None:
         """Notes a sample that the host has read; one of an ended sequence is dropped.
 
         `after_draft`: it is a further sample of the same step, after a draft that was right, whose
@@ -274,7 +274,7 @@ class Scheduler:
         plan.decode = rows
         return True
 
-    def _fit_drafts(self, sequence: Sequence, most: int) -> None:
+    def _fit_drafts(self, sequence: TokenSequence, most: int) -> None:
         """Drops drafts beyond `most` or the limit, or beyond the pages where no more are free."""
         drafts, size = sequence.drafts, self.pool.page
         del drafts[min(most, sequence.limit - 1 - sequence.computed) :]
@@ -285,7 +285,7 @@ class Scheduler:
         else:
             sequence.pages += more
 
-    def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
+    def _prefill(self, plan: Plan, sequence: TokenSequence, room: int) -> int:
         """Plans the next chunk of at most `room` tokens and returns what is left of them."""
         known = len(sequence.tokens)
         count = known - sequence.computed
@@ -338,7 +338,7 @@ class Scheduler:
         number = chunk.first // self.pool.page
         return [h for h in chunk.sequence.hashes[number : number + 1] if h not in self.pool]
 
-    def _start(self, sequence: Sequence, hashes: list[bytes], reserve: int) -> bool:
+    def _start(self, sequence: TokenSequence, hashes: list[bytes], reserve: int) -> bool:
         """Gives a waiting sequence a slot and pages for all its tokens; False: pages are short.
 
         - hashes: of the pages that it may share.
@@ -368,7 +368,7 @@ class Scheduler:
         self.running[sequence.slot] = sequence
         return True
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: TokenSequence) -> None:
         """Takes slot and pages from a running sequence."""
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
@@ -388,7 +388,7 @@ class Scheduler:
                 sequence.pages[old:new] = [NULL_PAGE] * (new - old)
                 sequence.passed = new
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: TokenSequence) -> None:
         """Shares full pages of known tokens, unless the weights have changed since admission."""
         pool = self.pool
         known = sequence.prompt if self.limits.computes_once else len(sequence.tokens)
@@ -404,13 +404,13 @@ class Scheduler:
 
     # The queue
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: TokenSequence) -> None:
         """A preempted sequence arrived before all that wait with its priority, so it leads them."""
         insort(self._queue, (sequence.priority, sequence.arrival, sequence))
         self._queued_tokens += len(sequence.tokens)
         sequence.queued = True
 
-    def _dequeue(self, sequence: Sequence) -> None:
+    def _dequeue(self, sequence: TokenSequence) -> None:
         del self._queue[bisect_left(self._queue, (sequence.priority, sequence.arrival))]
         self._queued_tokens -= len(sequence.tokens)
         sequence.queued = False
@@ -418,14 +418,14 @@ class Scheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.pool.page)
 
-    def _may_grow(self, sequence: Sequence, pages: int) -> bool:
+    def _may_grow(self, sequence: TokenSequence, pages: int) -> bool:
         return sequence.limit - 1 > pages * self.pool.page
 
-    def _most_pages(self, sequence: Sequence) -> int:
+    def _most_pages(self, sequence: TokenSequence) -> int:
         """Pages at the sequence's end; its very last token needs no entry in the cache."""
         return self._pages(max(sequence.limit - 1, len(sequence.tokens)))
 
-    def _check_size(self, sequence: Sequence) -> None:
+    def _check_size(self, sequence: TokenSequence) -> None:
         tokens, limit, length = len(sequence.tokens), sequence.limit, self.limits.length
         if not 1 <= tokens <= limit:
             raise UserError(f"a prompt of {tokens} tokens with room for {limit}: give 1 to {limit}")
@@ -441,7 +441,7 @@ class Scheduler:
                 f"cache pages of {pages}: lower max_tokens or give the cache more memory"
             )
 
-    def _check_queue(self, sequence: Sequence) -> None:
+    def _check_queue(self, sequence: TokenSequence) -> None:
         """Refuses what the queue has no room for; an empty one takes a sequence of any size."""
         waiting, limits = len(self._queue), self.limits
         if limits.queued is not None and waiting >= limits.queued:

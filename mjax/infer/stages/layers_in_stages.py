@@ -194,10 +194,8 @@ class StepPart:
         if self.count == 1:
             return info
         axis = self._axis(info.new)
-        of_all = {
-            name: getattr(info, name) for name in ("positions", "segments", "adapters", "axes")
-        }
-        own = {name: None if x is None else self._take(x, axis) for name, x in of_all.items()}
+        whole = {name: getattr(info, name) for name in _CUT_FIELDS}
+        own = {name: None if x is None else self._take(x, axis) for name, x in whole.items()}
         if axis == 0:
             rows, new = self._take(info.rows), self._of_rows(info.new)
             return replace(info, **own, rows=rows, new=new)

@@ -39,8 +39,12 @@ def copied_field(
 
     columns: for each column of the copy the one of `field`, int [S]; None: the same.
     In each process, field and copy hold the same rows: either all rows, or the process's own share.
+
+    `field` is laid out by rows first: a process's devices are `groups`, and all devices of a group
+    hold one equal part of the process's rows whole. Each shard of the copy is cut out of one part.
     """
     places = target.addressable_devices_indices_map(field.shape)
+    # The rows of this process, and the parts into which the target cuts them.
     row_parts = {rows.indices(len(field)) for rows, *_ in places.values()}
     begin, end = min(row_parts)[0], max(row_parts)[1]
     count = len(mesh.local_devices)

@@ -141,7 +141,7 @@ class Distillation(TeacherLoss):
 
 @dataclass(frozen=True)
 class StoredDistillation(TeacherLoss):
-    """The loss of `distill` from the likeliest tokens of a teacher; the rest is one more outcome.
+    """The loss of `distill` from the likeliest tokens of a teacher; all others are one outcome.
 
     The losses are named as those of `Distillation`, and "divergence" is at most as large.
     """

@@ -9,7 +9,7 @@ import numpy as np
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.errors import UserError
 from mjax.post.policy.policy_losses import divergence_estimate
-from mjax.post.policy.published import with_published
+from mjax.post.policy.published_settings import with_published
 
 _EPSILON = 1e-4  # added to standard deviations, as in TRL
 

@@ -40,7 +40,7 @@ from mjax.post.policy.policy_losses import (
     clip_figures,
     correction_weights,
 )
-from mjax.post.policy.published import SEQUENCE_RATIOS, with_published
+from mjax.post.policy.published_settings import SEQUENCE_RATIOS, with_published
 from mjax.sharding.collectives import Parallel
 
 _COMPUTED = BatchField(np.float32, is_computed=True)

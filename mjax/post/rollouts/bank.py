@@ -45,11 +45,11 @@ class Bank:
     drawn: list[int] | None = None
     dropped: int = 0
 
-    def record(self, ends: Callable[[OpenRollout], OpenRollout] = lambda rollout: rollout) -> dict:
-        """The bank as JSON. `ends` adds to a rollout what is known of it elsewhere."""
+    def record(self, so_far: Callable[[OpenRollout], OpenRollout] = lambda own: own) -> dict:
+        """The bank as JSON. `so_far` adds to a rollout what its request has drawn so far."""
         groups = {}
         for number, group in self.groups.items():
-            rollouts = [_rollout_record(ends(rollout)) for rollout in group.rollouts]
+            rollouts = [_rollout_record(so_far(rollout)) for rollout in group.rollouts]
             groups[str(number)] = {"begun": group.begun, "rollouts": rollouts}
         own = {"cursor": self.cursor, "skipped": self.skipped, "groups": groups}
         return own | {"drawn": self.drawn, "dropped": self.dropped}

@@ -8,6 +8,7 @@ and the batches of a phase that are left.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,12 +29,12 @@ from mjax.post.rollouts.bank import Bank, batch_record, recorded_batch
 from mjax.post.rollouts.collector import Collector
 from mjax.post.rollouts.figures import PhaseFigures, reward_figures, time_figures, transcript_line
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
+from mjax.post.rollouts.ppo_batches import ppo_batches
 from mjax.post.rollouts.transcript import Transcript
-from mjax.post.rollouts.valued import valued_batches
 from mjax.run.batches import RowsOf
 from mjax.train.trainer import Trainer
 
-# Returns figures of the labels of a batch, [B, S] each, by the name of their field.
+# Returns fields of a batch [B, S], by name, such as log-probabilities of its labels under a role.
 Scorer = Callable[[HostBatch], dict[str, np.ndarray]]
 
 
@@ -80,7 +81,7 @@ class RolloutStream:
         """
         self._seconds = {}
         if not self.waiting:
-            self._draw(step, is_last)
+            self._next_phase(step, is_last)
         batch = self.waiting.pop(0)
         self._update_critic(batch)
         self._given = time.perf_counter()
@@ -125,37 +126,36 @@ class RolloutStream:
         ahead = min(depth, 1) if self.collector.policy.place.is_apart else 0
         return ahead, depth - ahead
 
-    def _draw(self, step: int, is_last: bool) -> None:
+    def _next_phase(self, step: int, is_last: bool) -> None:
         """Take the rollouts of a phase, and make the batches of its steps.
 
         Meanwhile the engine goes on with the next phase, if it may draw ahead.
         """
         settings, collector, policy = self.settings, self.collector, self.collector.policy
         ahead, depth = self._depths
-        times = [time.perf_counter()]
+        options: dict[str, Any] = {"wanted": settings.prompts_per_step, "depth": depth}
+        if settings.drops_equal_groups:
+            options["is_of_use"] = _is_of_use
+        began = time.perf_counter()
         collector.settle()
-        times.append(time.perf_counter())
-        engine = policy.take_weights()
-        jax.block_until_ready(engine.runner.params)
-        times.append(time.perf_counter())
-        drops = {"is_of_use": _is_of_use} if settings.drops_equal_groups else {}
-        wanted = settings.prompts_per_step, depth
-        groups = collector.collect(self.phase, *wanted, **drops)
-        times.append(time.perf_counter())
-        waited, handed, drawn = np.diff(times).tolist()
+        settled = time.perf_counter()
+        jax.block_until_ready(policy.take_weights().runner.params)
+        handed_over = time.perf_counter()
+        groups = collector.collect(self.phase, **options)
+        drawn = time.perf_counter()
         if depth == 0:
             policy.rest()
         self.phase += 1
-        self._seconds = {"hand_over": handed, **collector.seconds}
+        self._seconds = {"hand_over": handed_over - settled, **collector.seconds}
         self._figures = reward_figures(groups, settings.max_new_tokens, step)
         self._figures |= {
             "groups_dropped": collector.bank.dropped,
             "prompts_skipped": collector.bank.skipped,
         }
         if ahead:
-            self._seconds["waiting"] = waited + drawn
+            self._seconds["waiting"] = (settled - began) + (drawn - handed_over)
             if not is_last:
-                collector.draw_ahead(self.phase, *wanted, **drops)
+                collector.draw_ahead(self.phase, **options)
         else:
             self._record = collector.record()
         began = time.perf_counter()
@@ -163,19 +163,25 @@ class RolloutStream:
         self._seconds["log_probs"] = time.perf_counter() - began
         self._shown = transcript_line(groups[0][0], self.tokenizer)
 
-    def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
-        """The batches of the steps of a phase, each of as many groups."""
-        cfg, settings = self.trainer.cfg, self.settings
-        size = len(groups) // settings.updates_per_rollout
-        packs, fields = [], []
+    def _packs(self, groups: Sequence[Sequence[Transcript]]) -> list[PackedTranscripts]:
+        """The transcripts of each step of a phase, which has as many groups as the others."""
+        cfg, packs = self.trainer.cfg, []
+        size = len(groups) // self.settings.updates_per_rollout
         for first in range(0, len(groups), size):
             transcripts = [t for group in groups[first : first + size] for t in group]
             sizes = cfg.train.global_batch_size, cfg.data.seq_length
-            pack = packed_transcripts(transcripts, *sizes)
-            packs.append(pack)
-            fields.append(self.score(pack.batch(advantages=[t.log_probs for t in transcripts])))
+            packs.append(packed_transcripts(transcripts, *sizes))
+        return packs
+
+    def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
+        """The batches of the steps of a phase."""
+        settings, packs = self.settings, self._packs(groups)
+        fields = []
+        for pack in packs:
+            blank = [t.log_probs for t in pack.transcripts]  # advantages follow from the scores
+            fields.append(self.score(pack.batch(advantages=blank)))
         if self.critic is not None:
-            return valued_batches(settings, packs, fields)
+            return ppo_batches(settings, packs, fields)
         rewards = self._rewards(packs, fields)
         transcripts = [t for pack in packs for t in pack.transcripts]
         numbers = np.array([t.group for t in transcripts])

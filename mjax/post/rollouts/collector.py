@@ -32,7 +32,7 @@ _MOST_DROPPED = 8  # times the groups of a step
 NO_ROOM = "length"  # why a rollout ended that had no room for more
 
 
-class Judges(Protocol):
+class EnvironmentCalls(Protocol):
     """Calls of environments that are under way (`environments/workers.py`)."""
 
     def __enter__(self) -> Any: ...
@@ -49,36 +49,42 @@ class DrawingPlan:
     """How rollouts are drawn.
 
     params: of all requests, but for their seeds and lengths.
-    most: tokens that are drawn for a transcript. room: tokens of a transcript.
+    max_new_tokens: drawn for a transcript in all its turns. max_length: tokens of a transcript.
     name: goes before the ids of its requests.
     """
 
     seed: int
     group_size: int
     params: SamplingParams
-    most: int
-    room: int
+    max_new_tokens: int
+    max_length: int
     name: str = ""
+
+    def room(self, rollout: OpenRollout, more: int = 0) -> int:
+        """The tokens that may be drawn for a rollout, after `more` of the environment."""
+        left = self.max_length - len(rollout.ids) - more
+        return min(self.max_new_tokens - rollout.drawn, left)
 
 
 @dataclass
 class Collector:
     """Rollouts of one policy in one environment; a context that has the environment's workers.
 
-    asked: requests in the engine, by group and sample.
+    open_environments: gives the context whose calls are those of the environment.
+    requests: those in the engine, by group and sample.
     seconds: time that went into "rollout" and "rewards".
     beat: is called now and then, as a sign of life.
     """
 
     policy: PolicyEngine
-    open_judges: Callable[[], Judges]
+    open_environments: Callable[[], EnvironmentCalls]
     plan: DrawingPlan
     bank: Bank = field(default_factory=Bank)
-    asked: dict[tuple[int, int], Request] = field(default_factory=dict)
+    requests: dict[tuple[int, int], Request] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     beat: Callable[[], None] = lambda: None
-    _judges: Any = None
-    _judging: set[tuple[int, int]] = field(default_factory=set)
+    _environments: Any = None
+    _stepping: set[tuple[int, int]] = field(default_factory=set)  # whose step is under way
     _has_news: bool = False  # whether the environment has answered since groups were looked at
     _ahead: Future | None = None
     _is_stopped: threading.Event = field(default_factory=threading.Event)
@@ -87,8 +93,8 @@ class Collector:
     def __enter__(self) -> Self:
         self._last = None
         self._is_stopped.clear()
-        self._judges = SharedCalls(self.open_judges, self._is_stopped.is_set)
-        self._judges.__enter__()
+        self._environments = SharedCalls(self.open_environments, self._is_stopped.is_set)
+        self._environments.__enter__()
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -98,7 +104,7 @@ class Collector:
             wait([self._ahead])
             self._ahead = None
         self._last = self.bank.record(self._so_far)
-        self._judges.__exit__(*failure)
+        self._environments.__exit__(*failure)
         for number in list(self.bank.groups):
             self.abort(number)
 
@@ -123,9 +129,12 @@ class Collector:
         numbers, self.bank.drawn = self.bank.drawn or [], None
         return [_transcripts(self.bank.groups.pop(number)) for number in numbers]
 
-    def draw_ahead(self, *phase: Any, **options: Any) -> None:
-        """Begin the phase that the next `collect` asks for, beside what the trainer does."""
-        self._ahead = self.policy.draw_beside(partial(self._draw, *phase, **options))
+    def draw_ahead(self, phase: int, **options: Any) -> None:
+        """Begin the phase that the next `collect` asks for, beside what the trainer does.
+
+        options: those of `collect`.
+        """
+        self._ahead = self.policy.draw_beside(partial(self._draw, phase, **options))
 
     def settle(self) -> None:
         """Wait for a phase that is drawn ahead."""
@@ -177,8 +186,8 @@ class Collector:
     def abort(self, number: int) -> None:
         """Forget a group, whatever has become of it."""
         self.bank.groups.pop(number, None)
-        for key in [key for key in self.asked if key[0] == number]:
-            request = self.asked.pop(key)
+        for key in [key for key in self.requests if key[0] == number]:
+            request = self.requests.pop(key)
             self.policy.engine.abort(request.output.request_id)
 
     def record(self) -> dict:
@@ -196,42 +205,42 @@ class Collector:
 
     def _begin(self, count: int, phase: int) -> None:
         """Begin groups of so many prompts, in the order of the stream."""
-        bank, skipped, longest = self.bank, 0, 0
+        bank, plan, skipped, longest = self.bank, self.plan, 0, 0
         while count > 0:
             numbers = range(bank.cursor, bank.cursor + count)
             prompts = self._prompts(numbers)
             bank.cursor = numbers.stop
             for number, ids, state in prompts:
                 longest = max(longest, len(ids))
-                if len(ids) + self.plan.most > self.plan.room:
+                if len(ids) + plan.max_new_tokens > plan.max_length:
                     skipped += 1
                     continue
-                size = range(self.plan.group_size)
+                size = range(plan.group_size)
                 group = PromptGroup(phase, [OpenRollout(number, n, state) for n in size])
                 bank.groups[number] = group
                 for rollout in group.rollouts:
                     rollout.add_given(ids)
-                    self._ask(rollout)
+                    self._add_request(rollout)
                 count -= 1
             if skipped > _MOST_SKIPPED:
                 raise UserError(
                     f"reinforce.environment: {skipped} prompts in a row are too long, of up to "
-                    f"{longest} tokens; with reinforce.max_new_tokens={self.plan.most} they must "
-                    f"fit {self.plan.room}: raise data.seq_length"
+                    f"{longest} tokens; with reinforce.max_new_tokens={plan.max_new_tokens} they "
+                    f"must fit {plan.max_length}: raise data.seq_length"
                 )
         bank.skipped += skipped
 
     def _prompts(self, numbers: range) -> list[tuple[int, Sequence[int], Any]]:
         """(number, ids, state) of prompts, in order."""
         for number in numbers:
-            self._judges.submit((number, _RESET), "reset", self.plan.seed, number)
+            self._environments.submit((number, _RESET), "reset", self.plan.seed, number)
         found: dict[int, Any] = {}
         while len(found) < len(numbers):
-            for (number, sample), turn in self._answers(_PATIENCE):
+            for (number, sample), turn in self._turns(_PATIENCE):
                 if sample == _RESET:
                     found[number] = turn
                 else:
-                    self._judged((number, sample), turn)
+                    self._take_turn((number, sample), turn)
         for number, turn in found.items():
             if turn.reward is not None or not turn.ids:
                 raise UserError(
@@ -242,12 +251,11 @@ class Collector:
 
     # ---- turns -----------------------------------------------------------------------------------
 
-    def _ask(self, rollout: OpenRollout) -> None:
+    def _add_request(self, rollout: OpenRollout) -> None:
         """Let the engine go on with a rollout."""
         plan, place = self.plan, (rollout.group, rollout.sample)
-        left = min(plan.most - rollout.drawn, plan.room - len(rollout.ids))
-        own = {"seed": seed_of(plan.seed, *place), "max_tokens": left}
-        self.asked[place] = self.policy.engine.add(
+        own = {"seed": seed_of(plan.seed, *place), "max_tokens": plan.room(rollout)}
+        self.requests[place] = self.policy.engine.add(
             rollout.ids,
             plan.params.model_copy(update=own),
             request_id=f"{plan.name}{rollout.group}.{rollout.sample}.{len(rollout.ids)}",
@@ -262,13 +270,13 @@ class Collector:
             with self.policy.memory_named():
                 engine.step()
             self.seconds["rollout"] += time.perf_counter() - began
-        ended = [place for place, request in self.asked.items() if request.output.finished]
+        ended = [place for place, request in self.requests.items() if request.output.finished]
         for place in ended:
             rollout = self._rollout(place)
-            self._add_drawn(rollout, self.asked.pop(place))
-            self._judge(rollout)
-        for place, turn in self._answers(0 if engine.has_work else _PATIENCE):
-            self._judged(place, turn)
+            self._add_drawn(rollout, self.requests.pop(place))
+            self._submit_step(rollout)
+        for place, turn in self._turns(0 if engine.has_work else _PATIENCE):
+            self._take_turn(place, turn)
 
     def _add_drawn(self, rollout: OpenRollout, request: Request) -> None:
         """Add what a request has drawn."""
@@ -279,25 +287,25 @@ class Collector:
         if drawn.experts is not None:
             rollout.experts = np.asarray(drawn.experts)[: len(rollout.ids) - 1]
 
-    def _judge(self, rollout: OpenRollout) -> None:
+    def _submit_step(self, rollout: OpenRollout) -> None:
         """Give the environment the tokens that it has not seen."""
         answer = rollout.ids[len(rollout.ids) - rollout.unjudged :]
         place = rollout.group, rollout.sample
         rollout.is_asking = True
-        self._judging.add(place)
+        self._stepping.add(place)
         began = time.perf_counter()
-        self._judges.submit(place, "step", rollout.state, answer)
+        self._environments.submit(place, "step", rollout.state, answer)
         self.seconds["rewards"] += time.perf_counter() - began
 
-    def _answers(self, timeout: float) -> Sequence[tuple[Any, Any]]:
+    def _turns(self, timeout: float) -> Sequence[tuple[Any, Any]]:
         began = time.perf_counter()
-        found = self._judges.ready(timeout)
+        found = self._environments.ready(timeout)
         self.seconds["rewards"] += time.perf_counter() - began
         return found
 
-    def _judged(self, place: tuple[int, int], turn: Any) -> None:
+    def _take_turn(self, place: tuple[int, int], turn: Any) -> None:
         """Take what the environment answers to a turn."""
-        self._judging.remove(place)
+        self._stepping.remove(place)
         if place[0] not in self.bank.groups:  # aborted meanwhile
             return
         rollout, plan = self._rollout(place), self.plan
@@ -306,11 +314,11 @@ class Collector:
         rollout.metrics |= turn.metrics
         if turn.reward is not None:
             rollout.reward, rollout.reason = float(turn.reward), turn.reason
-        elif rollout.drawn >= plan.most or len(rollout.ids) + len(turn.ids) >= plan.room:
+        elif plan.room(rollout, len(turn.ids)) <= 0:
             rollout.reward, rollout.reason = 0.0, NO_ROOM
         else:
             rollout.add_given(turn.ids)
-            self._ask(rollout)
+            self._add_request(rollout)
 
     def _rollout(self, place: tuple[int, int]) -> OpenRollout:
         return self.bank.groups[place[0]].rollouts[place[1]]
@@ -319,7 +327,7 @@ class Collector:
 
     def _so_far(self, rollout: OpenRollout) -> OpenRollout:
         """A rollout with the tokens that its request has drawn."""
-        request = self.asked.get((rollout.group, rollout.sample))
+        request = self.requests.get((rollout.group, rollout.sample))
         if request is None:
             return rollout
         lists = {n: list(getattr(rollout, n)) for n in ("ids", "log_probs", "is_sampled")}
@@ -332,9 +340,9 @@ class Collector:
         for group in self.bank.groups.values():
             for rollout in group.rollouts:
                 place = rollout.group, rollout.sample
-                if rollout.reward is not None or place in self.asked or place in self._judging:
+                if rollout.reward is not None or place in self.requests or place in self._stepping:
                     continue
-                self._judge(rollout) if rollout.is_asking else self._ask(rollout)
+                self._submit_step(rollout) if rollout.is_asking else self._add_request(rollout)
 
 
 def _transcripts(group: PromptGroup) -> list[Transcript]:

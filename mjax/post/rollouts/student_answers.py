@@ -22,7 +22,6 @@ from mjax.post.environments.problem_files import problem_at
 from mjax.post.rollouts.batches import RolloutStream
 from mjax.post.rollouts.collector import seed_of
 from mjax.post.rollouts.figures import PhaseFigures
-from mjax.post.rollouts.packing import packed_transcripts
 from mjax.post.rollouts.transcript import Transcript
 from mjax.run.batches import BatchStream, RowsOf
 
@@ -110,14 +109,7 @@ class StudentStream(RolloutStream):
         return self.data.describe(start, count, most)
 
     def _batches_of(self, groups: Sequence[Sequence[Transcript]]) -> list[HostBatch]:
-        cfg = self.trainer.cfg
-        size = len(groups) // self.settings.updates_per_rollout
-        sizes = cfg.train.global_batch_size, cfg.data.seq_length
-        packs = []
-        for first in range(0, len(groups), size):
-            transcripts = [t for group in groups[first : first + size] for t in group]
-            packs.append(packed_transcripts(transcripts, *sizes))
-        return [pack.batch() for pack in packs]
+        return [pack.batch() for pack in self._packs(groups)]
 
     # ---- the log ---------------------------------------------------------------------------------
 

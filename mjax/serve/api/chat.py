@@ -62,13 +62,9 @@ class Chat(Reply):
     def _demanded(self) -> str | None:
         """The name of the tool that has to be called, "" for any; None: none has to."""
         choice = self.body.tool_choice
-        return (
-            choice.function.name
-            if isinstance(choice, NamedTool)
-            else ""
-            if choice == "required"
-            else None
-        )
+        if isinstance(choice, NamedTool):
+            return choice.function.name
+        return "" if choice == "required" else None
 
     def _parsers_of_model(self) -> tuple[str | None, str | None]:
         """Names of parsers of calls and reasoning, by options or the marks in the template."""

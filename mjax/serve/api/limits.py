@@ -125,14 +125,14 @@ def _is_among(key: str, digests: Sequence[bytes]) -> bool:
 def _counted(receive: Receive, options: ApiOptions) -> Receive:
     """`receive` that raises `ApiError` for a body that is too long or takes too long."""
     size, is_read = 0, False
-    ends = asyncio.get_running_loop().time() + options.body_seconds
+    deadline = asyncio.get_running_loop().time() + options.body_seconds
 
     async def counted() -> Message:
         nonlocal size, is_read
         if is_read:
             return await receive()
         try:
-            async with asyncio.timeout_at(ends):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
             raise ApiError(408, "the body did not come in time") from None
@@ -199,7 +199,7 @@ class EventStream(Response):
     """A first event and others until their end, then [DONE]; or up to an error as the last event.
 
     It stops when the caller is gone or takes nothing for `slow` seconds, up to a quarter more.
-    `ends`: the loop's time at which the request is late. `as_error` makes an error what is sent.
+    `deadline`: the loop's time at which the request is late. `as_error`: what is sent of an error.
     """
 
     def __init__(
@@ -208,14 +208,14 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         headers: dict[str, str],
         slow: float,
-        ends: float | None,
+        deadline: float | None,
         as_error: Callable[[BaseException], ApiError],
     ):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._first, self._events, self._as_error = first, events, as_error
-        self._slow, self._ends = slow, ends
+        self._slow, self._deadline = slow, deadline
         self._sends_since: float | None = None  # while a reader has yet to take something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +235,7 @@ class EventStream(Response):
         await self._send(send, start)
         await self._send(send, _body(self._first, True))
         try:
-            async with asyncio.timeout_at(self._ends):
+            async with asyncio.timeout_at(self._deadline):
                 async for data in self._events:
                     await self._send(send, _body(data, True))
         except Exception as e:

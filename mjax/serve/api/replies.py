@@ -119,19 +119,20 @@ class Reply:
     async def respond(self) -> Response:
         """The response, or an error with its status if nothing has been sent."""
         service, request = self.service, self._request
-        ends = service.ends(self.body.timeout)
-        await service.within(request, ends, self.prepare())
+        deadline = service.deadline(self.body.timeout)
+        await service.within(request, deadline, self.prepare())
         headers = {"X-Request-Id": self.id}
         if not self.body.stream:
-            return json_reply(await service.within(request, ends, self._object()), 200, headers)
+            body = await service.within(request, deadline, self._object())
+            return json_reply(body, 200, headers)
         events = self._events()
         try:
-            first = await service.within(request, ends, anext(events))
+            first = await service.within(request, deadline, anext(events))
         except BaseException:
             await events.aclose()
             raise
         slow = service.options.slow_seconds
-        return EventStream(first, events, headers, slow, ends, service.as_error)
+        return EventStream(first, events, headers, slow, deadline, service.as_error)
 
     def _head(self, kind: str) -> Body:
         model = self.body.model or self.facts.name

@@ -78,17 +78,17 @@ class Service:
         is_free = header and usable and usable not in self.running
         return usable if is_free else f"{kind}-{uuid.uuid4().hex}"
 
-    def ends(self, timeout: float | None) -> float | None:
-        """The loop's time at which a request that comes now is late."""
+    def deadline(self, timeout: float | None) -> float | None:
+        """The loop's time at which a request that comes now is late; `timeout`: its own seconds."""
         limits = [limit for limit in (self.options.deadline, timeout) if limit is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None
 
     async def within(
-        self, request: Request, ends: float | None, work: Coroutine[Any, Any, Outcome]
+        self, request: Request, deadline: float | None, work: Coroutine[Any, Any, Outcome]
     ) -> Outcome:
         """The result of work, unless it is late or its caller gone."""
         try:
-            async with asyncio.timeout_at(ends):
+            async with asyncio.timeout_at(deadline):
                 return await unless_gone(request.receive, work)
         except TimeoutError as e:
             raise self.as_error(e) from None

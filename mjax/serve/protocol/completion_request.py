@@ -8,7 +8,7 @@ from mjax.serve.protocol.sampling_fields import SamplingFields
 
 
 class CompletionRequest(SamplingFields):
-    """PromptMaker, texts or ids, to continue.
+    """One or more prompts, texts or ids, to continue.
 
     echo: the prompt stands before the text, with its log-probabilities if `logprobs` is given.
     """

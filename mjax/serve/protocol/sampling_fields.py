@@ -1,4 +1,4 @@
-"""JsonObject that requests for text share: OpenAI's names and vLLM's further ones.
+"""Fields that requests for text share: OpenAI's names and vLLM's further ones.
 
 `SamplingParams` checks values; here stand types and names. A field that clients send and that
 changes no token is dropped, as is any that is null. Another unknown one is an error with its name.
@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     modalities verbosity spaces_between_special_tokens guided_decoding_backend stream_interval
     """.split()
 )
-# JsonObject of `SamplingParams` that have the same name in a request.
+# Fields of `SamplingParams` that have the same name in a request.
 _SAME = """n temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
 seed min_tokens stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens
 bad_words logit_bias allowed_token_ids prompt_logprobs priority cache_salt""".split()

@@ -187,7 +187,7 @@ def served(given: Engine, asks: Iterable[Ask]) -> list[RequestOutput]:
 
 def at_rest(given: Engine) -> None:
     """Nothing is left of requests that have ended."""
-    assert not given.has_work and not given.requests and not given._of_tokens
+    assert not given.has_work and not given.requests and not given._by_sequence
     for lane in given.lanes:
         pool = lane.pool
         assert pool.used == 0 and pool.free + pool.cached == pool.pages - 1
@@ -196,7 +196,7 @@ def at_rest(given: Engine) -> None:
 
 def preemptions(requests: Iterable[Request]) -> int:
     samples: list[RequestSample] = [sample for request in requests for sample in request.samples]
-    return sum(max(sample.tokens.admissions - 1, 0) for sample in samples)
+    return sum(max(sample.sequence.admissions - 1, 0) for sample in samples)
 
 
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[list[int]]]:

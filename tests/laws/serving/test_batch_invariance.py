@@ -54,5 +54,5 @@ def test_a_text_begins_when_it_can_end():
         given.step()
         assert len(given.lanes[0].running) <= 1
     for request in (first, second):
-        assert request.samples[0].tokens.admissions == 1
+        assert request.samples[0].sequence.admissions == 1
         assert request.output.outputs[0].finish_reason == "length"

@@ -107,10 +107,10 @@ def served_and_seen(given: Engine, wanted: Sequence) -> tuple[list[Request], See
     seen: Seen = []
     while given.has_work:
         given.step()
-        for sample in given._of_tokens.values():
-            tokens = sample.tokens
-            if tokens.sampled and sample.answer.params.temperature == 0:
-                seen.append((list(tokens.tokens), sample.guesses, sample.adapter))
+        for sample in given._by_sequence.values():
+            sequence = sample.sequence
+            if sequence.sampled and sample.answer.params.temperature == 0:
+                seen.append((list(sequence.tokens), sample.guesses, sample.adapter))
     at_rest(given)
     return requests, seen
 
@@ -156,7 +156,7 @@ def test_tokens_and_guesses_are_those_of_a_plain_forward(kind):
         requests, seen = served_and_seen(emptied(given, pages), asks([0.0] * 5))
         assert given.verified > 30 and 10 < given.accepted < 2 * given.verified, given.accepted
         assert_of_plain_forward(model(kind), seen)
-        admissions = [request.samples[0].tokens.admissions for request in requests]
+        admissions = [request.samples[0].sequence.admissions for request in requests]
         assert (max(admissions) > 1) == (pages == 6) or kind == "windows alone"
         assert requests[-1].output.num_cached_tokens == 2 * PAGE or pages == 6
     assert len(given.runner.compiled) == 8  # as before these requests

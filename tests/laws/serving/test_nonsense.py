@@ -195,7 +195,7 @@ def test_a_call_that_is_interrupted_leaves_no_page_that_was_not_written(monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine.runner, "forward", interrupted)
+        patch.setattr(llm.engine.runner, "forward_program", interrupted)
         llm.generate(prompt, FEW)
     at_rest(llm.engine)
     assert_greedy(KIND, llm.generate(prompt, FEW))

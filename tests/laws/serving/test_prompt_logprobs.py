@@ -105,4 +105,4 @@ def test_samples_beside_are_those_without_scores():
     [scored] = served(given, [(prompt, SamplingParams(**options, prompt_logprobs=0))])
     for one, other in zip(plain.output.outputs, scored.output.outputs, strict=True):
         assert one.token_ids == other.token_ids
-    assert scored.samples[0].tokens.hits == 0 and plain.output.prompt_logprobs is None
+    assert scored.samples[0].sequence.hits == 0 and plain.output.prompt_logprobs is None

@@ -82,14 +82,14 @@ def test_a_preempted_sample_that_gets_its_slot_again_gets_other_pages():
     others = [given.add(range(30, 55), SamplingParams(max_tokens=40))]
     others.append(given.add([60], SamplingParams(max_tokens=31)))
     given.step()
-    slot, pages = victim.samples[0].tokens.slot, victim.samples[0].tokens.pages
+    slot, pages = victim.samples[0].sequence.slot, victim.samples[0].sequence.pages
     while not others[-1].output.finished:
         given.step()
-    assert preemptions([victim]) == 0 and victim.samples[0].tokens.queued
+    assert preemptions([victim]) == 0 and victim.samples[0].sequence.queued
     others.append(given.add([3, 2], SamplingParams(max_tokens=9)))  # takes the slot just left
     while given.has_work:
         given.step()
-        again = victim.samples[0].tokens
+        again = victim.samples[0].sequence
         assert again.slot in (slot, -1) and (again.pages != pages or again.slot == -1)
     assert preemptions([victim]) == 1
     assert_greedy("keys and values", [request.output for request in (victim, *others)])

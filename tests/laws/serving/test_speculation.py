@@ -30,7 +30,7 @@ class Guesses:
     of = staticmethod(lambda tokens, most: [])
 
     def propose(self, samples: Sequence[RequestSample], most: int) -> list[list[int]]:
-        return [Guesses.of(list(sample.tokens.tokens), most) for sample in samples]
+        return [Guesses.of(list(sample.sequence.tokens), most) for sample in samples]
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
     monkeypatch.setattr(Guesses, "of", staticmethod(oracle(plain, 1)))
     tight = served(emptied(given, pages=6), asks())
     assert_same(plain, tight)
-    assert max(r.samples[0].tokens.admissions for r in tight) > 1 or kind == "windows alone"
+    assert max(r.samples[0].sequence.admissions for r in tight) > 1 or kind == "windows alone"
 
     monkeypatch.setattr(Guesses, "of", staticmethod(lambda tokens, most: [7] * most))
     assert_same(plain, served(emptied(given), asks()))

@@ -94,7 +94,7 @@ def test_a_request_preempted_across_an_update_reads_no_old_page(given, others):
     for prompt in PROMPTS[1:]:
         given.add(prompt, SamplingParams(max_tokens=80, ignore_eos=True))
     requests = list(given.requests.values())
-    while not preemptions(requests) and not any(s.samples[0].tokens.queued for s in requests):
+    while not preemptions(requests) and not any(s.samples[0].sequence.queued for s in requests):
         given.step()
         assert given.has_work
     given.update_weights(others)
@@ -238,8 +238,8 @@ def leave(given, state):
         for sample in request.samples:
             given._read(all_but=0)
             lane = given.lanes[0]
-            lane._stop(sample.tokens)
-            lane._enqueue(sample.tokens)
+            lane._stop(sample.sequence)
+            lane._enqueue(sample.sequence)
     given.abort("leaves")
     given.abort("leaves")
     return request

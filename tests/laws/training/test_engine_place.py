@@ -14,7 +14,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
 from mjax.post import TrainingClient
-from mjax.post.reinforce_batches import World, reinforce_batches
+from mjax.post.reinforce_batches import RolloutSetup, reinforce_batches
 from mjax.post.rollouts import engine_place
 from mjax.post.rollouts.engine_place import EnginePlace, _cuts_by_process, engine_place_of
 from mjax.run.dry_run import dry_run, plan_lines
@@ -226,7 +226,7 @@ def test_adapters_alone_are_moved(tmp_path):
     cfg = config(tmp_path, "lora.rank=4", "mesh.tp=2", engine("devices: 2, tp: 2"))
     trainer = Trainer(cfg, devices=devices_of(cfg, 2))
     trainer.init()
-    policy = World(trainer).policy
+    policy = RolloutSetup(trainer).policy
     before = policy.take_weights().runner.params
     own = set(jax.devices()[2:4])
     assert all(leaf.devices() == own for leaf in jax.tree.leaves(before))
@@ -297,7 +297,7 @@ def test_the_plan_of_an_engine_is_what_it_holds(tmp_path, capsys, monkeypatch, t
     cfg = config(tmp_path, TWO, "train.micro_batch_size=2", *keys, engine(text))
     trainer = Trainer(cfg, devices=devices_of(cfg, 4))
     trainer.init()
-    policy = World(trainer).policy
+    policy = RolloutSetup(trainer).policy
     planned = policy.bytes_per_device()
     runner = policy.take_weights().runner
     runner._take_state()

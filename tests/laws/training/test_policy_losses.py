@@ -23,7 +23,7 @@ from mjax.objectives.objective import Denominators
 from mjax.post.policy.advantages import advantages_of, is_informative
 from mjax.post.policy.mock_rollouts import mock_rollouts
 from mjax.post.policy.policy_objective import PolicyObjective
-from mjax.post.policy.published import with_published
+from mjax.post.policy.published_settings import with_published
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from mjax.train.step import GRADIENTS

@@ -14,8 +14,8 @@ from mjax.post.environments.environment import Turn
 from mjax.post.policy.advantages import advantages_of
 from mjax.post.policy.critic import critic_of, critic_run
 from mjax.post.rollouts.packing import packed_transcripts
+from mjax.post.rollouts.ppo_batches import ppo_batches
 from mjax.post.rollouts.transcript import Transcript
-from mjax.post.rollouts.valued import valued_batches
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.training.test_reinforcement import (
@@ -65,7 +65,7 @@ def test_with_values_of_0_and_no_discount_ppo_is_reinforce_pp(scale):
     packs = [packed_transcripts(part, 2, 32) for part in (transcripts[:2], transcripts[2:])]
     zeros = [{"values": np.zeros((len(pack.rows), 32), np.float32)} for pack in packs]
     settings = ReinforceConfig(loss_type="ppo", advantage_scale=scale)
-    batches = valued_batches(settings, packs, zeros)
+    batches = ppo_batches(settings, packs, zeros)
     found = [row for p, b in zip(packs, batches, strict=True) for row in p.taken(b["advantages"])]
     rewards = np.array([t.reward for t in transcripts])
     lengths = np.array([t.length for t in transcripts])
@@ -85,7 +85,7 @@ def test_each_token_bears_its_own_divergence():
     fields = {"values": np.zeros_like(mask), "old_log_probs": mask, "ref_log_probs": 0 * mask}
     keys = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in_reward": True}
     settings = ReinforceConfig(loss_type="ppo", gamma=0.0, advantage_scale="none", **keys)
-    (batch,) = valued_batches(settings, [pack], [fields])
+    (batch,) = ppo_batches(settings, [pack], [fields])
     for own, t in zip(pack.taken(batch["returns"]), pack.transcripts, strict=True):
         wanted = -0.5 * t.is_sampled
         wanted[np.flatnonzero(t.is_sampled)[-1]] += t.reward

@@ -13,7 +13,7 @@ from mjax.infer.engine import Engine
 from mjax.post import reinforce_batches as batches
 from mjax.post.environments.environment import Turn
 from mjax.post.reinforce import reinforce_defaults, require_policy
-from mjax.post.reinforce_batches import World, reinforce_batches
+from mjax.post.reinforce_batches import RolloutSetup, reinforce_batches
 from mjax.post.rollouts.packing import packed_transcripts
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
@@ -62,14 +62,14 @@ def final_params(cfg):
 
 
 def first_groups(cfg, devices=1):
-    """(a trainer, its world, the groups of its first phase)."""
+    """(a trainer, its setup, the groups of its first phase)."""
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:devices]))
     trainer.init()
-    world = World(trainer)
-    world.policy.take_weights()
-    with world.collector() as collector:
+    setup = RolloutSetup(trainer)
+    setup.policy.take_weights()
+    with setup.collector() as collector:
         groups = collector.collect(0, cfg.reinforce.prompts_per_step)
-    return trainer, world, groups
+    return trainer, setup, groups
 
 
 @pytest.fixture(autouse=True)
@@ -182,11 +182,11 @@ def test_sampler_and_trainer_rate_tokens_alike(tmp_path, temperature):
         "reinforce.correction=truncate",
         f"reinforce.sampling={{temperature: {temperature}}}",
     )
-    trainer, world, groups = first_groups(config(tmp_path, *keys))
+    trainer, setup, groups = first_groups(config(tmp_path, *keys))
     transcripts = sum(groups, [])
     pack = packed_transcripts(transcripts, 8, 24)
     batch = pack.batch(advantages=[t.log_probs for t in transcripts])
-    found = world.scorer()(batch)["old_log_probs"]
+    found = setup.scorer()(batch)["old_log_probs"]
     drawn = batch["loss_mask"] > 0
     ratios = np.exp(np.abs(found - batch["sampler_log_probs"])[drawn])
     # Both are sums of fp32 over 32 channels and 257 logits: a few ulp of numbers below 10.
@@ -223,7 +223,7 @@ def test_adapters_alone_are_handed_over_and_what_happens_is_seen(tmp_path):
         assert found[-1][f"seconds/{name}"] >= 0
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     trainer.init()
-    policy = World(trainer).policy
+    policy = RolloutSetup(trainer).policy
     before = policy.take_weights().runner.params
     trainer.step_number = 1
     after = policy.take_weights().runner.params

@@ -16,8 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.programs import StepTokens
-from mjax.infer.records import bucket
+from mjax.infer.records import DrawInputs, StepTokens, bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import (
     DrawRows,
@@ -180,10 +179,10 @@ def test_a_step_sends_no_latents_over_tp():
 def only_activations_move(engine):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
     records = engine.runner.records.empty(engine.limits.rows)
-    runner, given = engine.runner, StepTokens()
-    outputs = engine.programs.abstract_outputs(given, records)
-    draw = runner.drawing(given, outputs, records, RowRules(), Draws())
-    text = runner.forward(given, records).as_text() + draw.as_text()
+    runner, tokens = engine.runner, StepTokens()
+    outputs = engine.programs.abstract_outputs(tokens, records)
+    draw = runner.draw_program(DrawInputs(tokens, records, RowRules(), Draws()), outputs)
+    text = runner.forward_program(tokens, records).as_text() + draw.as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]

@@ -19,7 +19,7 @@ from mjax.post.policy.advantages import (
     whitened,
 )
 from mjax.post.policy.policy_losses import bounded_exp
-from mjax.post.policy.published import with_published
+from mjax.post.policy.published_settings import with_published
 from mjax.post.policy.values import VALUES, ValueObjective
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from tests.marks import slow

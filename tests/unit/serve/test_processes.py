@@ -221,9 +221,9 @@ def test_a_pulse_is_never_seen_half_written(tmp_path):
 
 def test_an_engine_without_a_step_is_noticed(tmp_path, capsys, monkeypatch):
     server = Server(ServeOptions("toy", "toy", stuck_seconds=5.0))
-    server._pulses = [Pulse(tmp_path / "a"), Pulse(tmp_path / "b")]
+    server._engine_pulses = [Pulse(tmp_path / "a"), Pulse(tmp_path / "b")]
     assert not server._is_stuck(), "engines that load have no pulse yet"
-    for pulse in server._pulses:
+    for pulse in server._engine_pulses:
         Pulse(tmp_path / "b").beat()
         pulse.beat()
     assert not server._is_stuck()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mjax.errors import UserError
 from mjax.infer.scheduling.pages import PagePool
-from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, Sequence
+from mjax.infer.scheduling.scheduler import Limits, QueueFull, Scheduler, TokenSequence
 from tests.marks import slow
 from tests.unit.infer.scheduling.toy import END, Toy, sample
 
@@ -37,7 +37,7 @@ class Operations:
     def add(self) -> None:
         draw, toy = self.draw, self.toy
         length = draw(1, draw(2, 20))
-        sequence = Sequence(
+        sequence = TokenSequence(
             id=self.count,
             tokens=prompt_of(draw(0, 2), length),
             limit=length + draw(0, draw(4, 30)),
@@ -63,7 +63,7 @@ class Operations:
                 sequence.drafts = self.guess(sequence)
         self.toy.step()
 
-    def guess(self, sequence: Sequence) -> list[int]:
+    def guess(self, sequence: TokenSequence) -> list[int]:
         """Drafts, of which one may be wrong."""
         known, wrong = list(sequence.tokens), self.draw(0, 9)
         for number in range(self.draw(0, 7)):
@@ -179,8 +179,8 @@ def test_random_operations_keep_every_law(operations):
     assert drafted > operations / 100 and restored > operations / 1000
 
 
-def add(toy: Toy, tokens, new=4, **fields) -> Sequence:
-    sequence = Sequence(len(toy.clients), tokens, len(tokens) + new, **fields)
+def add(toy: Toy, tokens, new=4, **fields) -> TokenSequence:
+    sequence = TokenSequence(len(toy.clients), tokens, len(tokens) + new, **fields)
     toy.add(sequence)
     return sequence
 
@@ -461,7 +461,7 @@ def test_a_preempted_sequence_finds_its_own_pages():
 def test_abort_in_every_state(state):
     toy, sequence = preempted_engine() if state == "preempted" else (build(chunk=3), None)
     if sequence is None:
-        sequence = Sequence(99, [7] * 5, 12)
+        sequence = TokenSequence(99, [7] * 5, 12)
         if state == "new":
             return toy.scheduler.finish(sequence)
         toy.add(sequence)
@@ -494,7 +494,7 @@ def test_a_plan_of_256_rows_and_5000_waiting_takes_less_than_a_millisecond():
     """The processor's time of the best plan, as other processes take the rest."""
     scheduler = Scheduler(Limits(), PagePool(3000))
     for number in range(5256):
-        scheduler.add(Sequence(number, [number] * 129, 700, priority=number % 7))
+        scheduler.add(TokenSequence(number, [number] * 129, 700, priority=number % 7))
     times, flying = [], []
     while len(times) < 100:
         begin = time.process_time()
@@ -508,9 +508,9 @@ def test_a_plan_of_256_rows_and_5000_waiting_takes_less_than_a_millisecond():
 
 
 def test_drafts_take_pages_that_are_free_and_no_more_than_the_limit():
-    def planned(pages: int, new: int) -> Sequence:
+    def planned(pages: int, new: int) -> TokenSequence:
         scheduler = build(pages=pages, cache_prefixes=False).scheduler
-        sequence = Sequence(0, list(range(PAGE)), PAGE + new)
+        sequence = TokenSequence(0, list(range(PAGE)), PAGE + new)
         scheduler.add(sequence)
         scheduler.plan()
         scheduler.read(sequence, 1)
@@ -526,7 +526,7 @@ def test_drafts_take_pages_that_are_free_and_no_more_than_the_limit():
 
 def test_a_prompt_without_room_beside_drafts_has_no_chunk():
     scheduler = Scheduler(Limits(rows=2, tokens=4, chunk=4), PagePool(40, page=PAGE))
-    first, second = Sequence(1, [1], 40), Sequence(2, [2] * 20, 40)
+    first, second = TokenSequence(1, [1], 40), TokenSequence(2, [2] * 20, 40)
     scheduler.add(first)
     scheduler.add(second)
     scheduler.plan()
@@ -539,7 +539,7 @@ def test_a_prompt_without_room_beside_drafts_has_no_chunk():
 def test_right_drafts_advance_and_wrong_ones_go_back():
     toy = build(cache_prefixes=True)
     scheduler = toy.scheduler
-    sequence = Sequence(0, list(range(PAGE)), 4 * PAGE)
+    sequence = TokenSequence(0, list(range(PAGE)), 4 * PAGE)
     scheduler.add(sequence)
     scheduler.plan()
     scheduler.read(sequence, 100)

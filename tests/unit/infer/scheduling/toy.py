@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from mjax.infer.scheduling.scheduler import Plan, Scheduler, Sequence
+from mjax.infer.scheduling.scheduler import Plan, Scheduler, TokenSequence
 
 END = 0  # a sampled token that ends its sequence
 
@@ -19,7 +19,7 @@ def sample(tokens: list[int], salt: tuple) -> int:
     return crc32(repr((salt, tokens)).encode()) % 24
 
 
-def reference(sequence: Sequence, prompt: list[int]) -> list[int]:
+def reference(sequence: TokenSequence, prompt: list[int]) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < sequence.limit and (tokens == prompt or tokens[-1] != END):
         tokens.append(sample(tokens, sequence.salt))
@@ -30,7 +30,7 @@ def reference(sequence: Sequence, prompt: list[int]) -> list[int]:
 class Client:
     """What a test knows of a sequence that the scheduler does not."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     prompt: list[int]
     tokens: list[int]  # with the samples that the host has not read
     entries: list[int] = field(default_factory=list)  # of its pages, by position
@@ -41,7 +41,7 @@ class Client:
 class Toy:
     def __init__(self, scheduler: Scheduler):
         self.scheduler, self.pool = scheduler, scheduler.pool
-        self.clients: dict[Sequence, Client] = {}
+        self.clients: dict[TokenSequence, Client] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}
         self.in_flight: deque[tuple[Client, list[int]]] = deque()
@@ -52,12 +52,12 @@ class Toy:
         self.snapshots: dict[int, int] = {}
         self.restored = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         self.scheduler.add(sequence)
         prompt = list(sequence.tokens)
         self.clients[sequence] = Client(sequence, prompt, list(prompt))
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: TokenSequence) -> None:
         self.scheduler.finish(sequence)
         self.clients[sequence].has_ended = True
 

@@ -113,10 +113,10 @@ class Policy:
 
 
 def collector(environment, **more):
-    plan = {"seed": 3, "group_size": 2, "params": SamplingParams(temperature=1.0), "most": 6}
+    plan = {"seed": 3, "group_size": 2, "params": SamplingParams(temperature=1.0)}
     judges = Judging(environment, more.pop("backwards", False))
     bank = more.pop("bank", Bank())
-    plan |= {"room": 20} | more
+    plan |= {"max_new_tokens": 6, "max_length": 20} | more
     return Collector(Policy(), lambda: judges, DrawingPlan(**plan), bank).__enter__()
 
 
@@ -160,9 +160,9 @@ def test_transcripts_do_not_depend_on_the_order_of_answers_nor_on_neighbors():
 
 
 def test_a_rollout_without_room_for_more_ends_with_the_reward_0():
-    (group,) = collector(TwoTurns(), most=3).collect(0, 1)
+    (group,) = collector(TwoTurns(), max_new_tokens=3).collect(0, 1)
     assert all(t.reward == 0 and t.reason == NO_ROOM and t.length == 3 for t in group)
-    (group,) = collector(TwoTurns(), room=7, most=5).collect(0, 1)
+    (group,) = collector(TwoTurns(), max_length=7, max_new_tokens=5).collect(0, 1)
     assert all(t.reason == NO_ROOM and len(t.ids) == 5 for t in group)
 
 
@@ -212,7 +212,7 @@ class Slow(OneTurn):
 
 
 def test_a_group_goes_on_for_as_many_phases_as_its_age_may_have_and_keeps_its_versions():
-    found = collector(Slow(), most=12)
+    found = collector(Slow(), max_new_tokens=12)
     ages = set()
     for phase in range(6):
         found.policy.engine.version = phase
@@ -227,15 +227,15 @@ def test_a_group_goes_on_for_as_many_phases_as_its_age_may_have_and_keeps_its_ve
 
 
 def test_a_bank_goes_on_from_a_checkpoint_to_the_bit():
-    whole = collector(Slow(), most=12)
-    parts = collector(Slow(), most=12)
+    whole = collector(Slow(), max_new_tokens=12)
+    parts = collector(Slow(), max_new_tokens=12)
     whole.collect(0, 2, depth=1), parts.collect(0, 2, depth=1)
     for _ in range(1):
         whole._advance(), parts._advance()  # requests are in the middle of a turn
-    assert whole.asked
+    assert whole.requests
     record = json.loads(json.dumps(parts.record()))
     assert Bank.of_record(record).record() == record
-    resumed = collector(Slow(), most=12, bank=Bank.of_record(record))
+    resumed = collector(Slow(), max_new_tokens=12, bank=Bank.of_record(record))
     for phase in range(1, 4):
         assert listed(resumed.collect(phase, 2, depth=1)) == listed(
             whole.collect(phase, 2, depth=1)
@@ -243,12 +243,12 @@ def test_a_bank_goes_on_from_a_checkpoint_to_the_bit():
 
 
 def test_an_aborted_group_leaves_nothing_behind():
-    found = collector(Slow(), most=12)
+    found = collector(Slow(), max_new_tokens=12)
     found.collect(0, 2, depth=1)
     number = next(iter(found.bank.groups))
-    asked = [place for place in found.asked if place[0] == number]
+    asked = [place for place in found.requests if place[0] == number]
     found.abort(number)
     assert len(found.policy.engine.aborted) == len(asked) > 0
-    assert number not in {group for group, _ in found.asked} | found.bank.groups.keys()
+    assert number not in {group for group, _ in found.requests} | found.bank.groups.keys()
     groups = found.collect(1, 2, depth=1)
     assert number not in {t.group for t in itertools.chain(*groups)}

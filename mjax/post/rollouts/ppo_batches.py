@@ -15,7 +15,7 @@ from mjax.post.policy.advantages import (
 from mjax.post.rollouts.packing import PackedTranscripts
 
 
-def valued_batches(
+def ppo_batches(
     settings: ReinforceConfig,
     packs: Sequence[PackedTranscripts],
     scored: Sequence[Mapping[str, np.ndarray]],

@@ -12,11 +12,11 @@ from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State
 
 
-def divergence_of_mismatched(program: Program, state: State, batch: Batch) -> jax.Array:
-    """kto's estimate, the same number fp32 [b] for each row: max(0, mean of log-ratios).
+def kto_divergence(program: Program, state: State, batch: Batch) -> jax.Array:
+    """max(0, mean of log p / p_ref), fp32 [b]: the same number for each row.
 
-    The mean is over the answers of the global batch that belong to other prompts: their value is 0
-    (arXiv 2402.01306, as TRL computes it).
+    The mean is over the answers of the global batch that stand beside prompts that are not theirs.
+    Their value in "answer_values" is 0 (arXiv 2402.01306, as TRL computes it).
     """
     log_probs = placed_log_probs(program, state, batch)
     answers, values = sums_of_answers(log_probs, batch, program.parallel)
@@ -29,7 +29,7 @@ def divergence_of_mismatched(program: Program, state: State, batch: Batch) -> ja
     return jnp.full(len(log_probs), jnp.maximum(mean, 0))
 
 
-MISMATCHED = ProgramKind(
-    divergence_of_mismatched,
+KTO_DIVERGENCE = ProgramKind(
+    kto_divergence,
     outputs=lambda on: P(DATA_AXES),
 )
