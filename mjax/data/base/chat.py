@@ -130,7 +130,7 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
         have = f"only {', '.join(sorted(named))}" if named else "none"
         raise UserError(
             f"{folder}: no chat template {name or 'default'!r} ({have}); put chat_template.jinja "
-            "there, or prompt with plain text"
+            "there, or give plain text"
         )
     tokens = read_json(folder / "special_tokens_map.json", missing={}) | config
     tokens = {key: token_text(tokens[key]) for key in TOKENS if tokens.get(key) is not None}

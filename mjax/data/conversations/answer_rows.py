@@ -27,6 +27,7 @@ from mjax.data.conversations.tokenized import (
     key_of_source,
     tokenize_conversations,
     warn_of_left_out,
+    words_to_skip,
 )
 from mjax.data.corpus.gpt import FieldArrays
 from mjax.errors import UserError
@@ -242,11 +243,7 @@ def _tokenized_answers(
     for name, row in read_records(files):
         groups = attempt(_groups_of, row, name, kind, answers)
         if isinstance(groups, UserError):
-            if cfg.data.conversations.broken == "refuse":
-                raise UserError(
-                    f"{groups} (data.conversations.broken=skip leaves such records out)"
-                )
-            left_out.append(str(groups))
+            left_out.append(words_to_skip(groups, cfg.data.conversations, answers))
             continue
         for margin, documents in groups:
             found += documents

@@ -112,10 +112,8 @@ def _made(
     for name, found in _tokenized_records(files, answers):
         if not isinstance(found, UserError):
             used[name] = found
-        elif settings.broken == "refuse":
-            raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
         else:
-            left_out.append(str(found))
+            left_out.append(words_to_skip(found, settings, answers))
     if not used:
         said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
         raise UserError(f"data.conversations: {path}: {said}")
@@ -128,6 +126,17 @@ def _made(
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
     texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in ([*used], left_out)]
     return np.concatenate(ids), np.concatenate(is_answer), ends, *texts
+
+
+def words_to_skip(
+    found: UserError, settings: ConversationDataConfig, answers: AnswerTokenizer
+) -> str:
+    """Words on a record that is left out. Raises `UserError` where none may be."""
+    if found is answers.lack:
+        raise found
+    if settings.broken == "refuse":
+        raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
+    return str(found)
 
 
 def _tokenized_records(

@@ -13,6 +13,9 @@ from pyarrow import parquet
 
 from mjax.data import preview
 from mjax.data.base.best_fit import packed
+from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.conversations.answer_records import PAIRS
+from mjax.data.conversations.answer_rows import read_answers
 from mjax.data.conversations.records import read_records, source_files
 from mjax.errors import UserError
 from tests.chats import (
@@ -20,6 +23,7 @@ from tests.chats import (
     END,
     MARKED,
     START,
+    chat_config,
     chats,
     learned,
     turns,
@@ -30,6 +34,9 @@ from tests.chats import (
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLED = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+PAIR = "chosen", "rejected"
 
 
 def chatml(*turns: tuple[str, str]) -> str:
@@ -276,6 +283,21 @@ def test_templates_that_would_train_what_is_wrong_are_refused(template, key, sai
     with pytest.raises(UserError, match=said) as e:
         chats(tmp_path, records, f"data.conversations.{key}", template=template)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("broken", ["refuse", "skip"])
+def test_a_missing_template_is_no_fault_of_a_record_that_may_be_skipped(broken, tmp_path):
+    records = [{"prompt": "a", "completion": "b"}, turns("hi", "yo")]
+    key = f"data.conversations.broken={broken}"
+    with pytest.raises(UserError) as e:
+        chats(tmp_path, records, key, template=None)
+    ways = "put chat_template.jinja there, or give plain text; texts of prompt and completion need"
+    assert ways in str(e.value) and "broken=skip" not in str(e.value)
+    path = write_lines(tmp_path / "pairs.jsonl", [{k: turns("hi", k)["messages"] for k in PAIR}])
+    cfg = chat_config(tmp_path, path, key, template=None)
+    with pytest.raises(UserError) as e:
+        read_answers(path, cfg, load_tokenizer(cfg.data.tokenizer), PAIRS)
+    assert ways in str(e.value) and "broken=skip" not in str(e.value)
 
 
 def test_a_template_that_rewrites_may_train_the_last_answer(tmp_path):
