@@ -4,6 +4,7 @@ Text that the loss is on is green, or between « and » without colors. A summar
 left out, cut and dropped, and how full the rows are.
 """
 
+import argparse
 import re
 from collections.abc import Iterator
 
@@ -30,6 +31,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=2, help="rows to print (default: 2)")
     args, cfg = config_from_args(parser, argv)
     print_rows(cfg, args.rows)
+    return 0
+
+
+def add_preview(parser: argparse.ArgumentParser) -> None:
+    """The option `--preview` of commands that train on conversations."""
+    about = "print so many rows as the run reads them, with the loss made visible, and exit"
+    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+
+
+def preview(cfg: Config, args: argparse.Namespace) -> int | None:
+    """Print the rows that `--preview` asks for and return 0; None without it."""
+    if args.preview is None:
+        return None
+    print_rows(cfg, args.preview)
     return 0
 
 

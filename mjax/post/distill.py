@@ -5,7 +5,6 @@ It is `mjax train` with the objective `distill` and other defaults. The teacher 
 """
 
 import argparse
-from typing import Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.config.languages.paths import as_path
@@ -13,7 +12,7 @@ from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.run import Config
 from mjax.errors import CommandParser, UserError, run_cli
 from mjax.post.reinforce import answers_of_update, require_rollouts
-from mjax.post.sft import sft_defaults
+from mjax.post.sft import keys_of, sft_defaults
 from mjax.run.command import train_command
 
 DISTILL_RATE = 1e-4
@@ -48,7 +47,7 @@ def distill_defaults(tree: dict) -> dict:
     found = sft_defaults(tree)
     found["schedule"]["lr"] = DISTILL_RATE
     found["train"]["objective"] = "distill"
-    keys = _keys_of(tree, "distill")
+    keys = keys_of(tree, "distill")
     if keys.get("student_share"):
         _require_prompts(tree)
         found["train"]["global_batch_size"] = answers_of_update(tree)
@@ -59,16 +58,10 @@ def distill_defaults(tree: dict) -> dict:
     return found
 
 
-def _keys_of(tree: dict, group: str) -> dict:
-    """The keys of a group that are set."""
-    found: Any = tree.get(group)
-    return found if isinstance(found, dict) else {}
-
-
 def _require_prompts(tree: dict) -> None:
     """Raise `UserError` for keys that name no prompts, for the default ones would be drawn."""
-    conversations = _keys_of(_keys_of(tree, "data"), "conversations")
-    if "environment" not in _keys_of(tree, "reinforce") and not conversations.get("path"):
+    conversations = keys_of(keys_of(tree, "data"), "conversations")
+    if "environment" not in keys_of(tree, "reinforce") and not conversations.get("path"):
         raise UserError(
             "distill.student_share: the student needs prompts to answer; set "
             "data.conversations.path or reinforce.environment"

@@ -7,9 +7,9 @@ It is `mjax train` with the objective `preference` and other defaults. The refer
 import argparse
 
 from mjax.config.schema.run import Config
-from mjax.data.preview import print_rows
+from mjax.data.preview import add_preview, preview
 from mjax.errors import CommandParser, UserError, run_cli
-from mjax.post.sft import sft_defaults
+from mjax.post.sft import keys_of, sft_defaults
 from mjax.run.command import train_command
 
 PREFERENCE_RATE = 1e-6
@@ -28,8 +28,7 @@ def main() -> int:
         description="Train on preferences: pairs of answers, or answers that are good or bad.",
         epilog=EPILOG,
     )
-    about = "print so many rows as the run reads them, with the loss made visible, and exit"
-    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    add_preview(parser)
     return train_command(
         parser,
         defaults=preference_defaults,
@@ -46,8 +45,7 @@ def preference_defaults(tree: dict) -> dict:
 def answer_defaults(tree: dict, objective: str, rate: float) -> dict:
     """The defaults of `mjax sft`, but for the objective and the learning rate."""
     found = sft_defaults(tree)
-    lora = tree.get("lora")
-    factor = 10 if isinstance(lora, dict) and lora.get("rank") else 1
+    factor = 10 if keys_of(tree, "lora").get("rank") else 1
     found["schedule"]["lr"] = factor * rate
     found["train"]["objective"] = objective
     return found
@@ -60,10 +58,7 @@ def before_training(cfg: Config, args: argparse.Namespace) -> int | None:
             f"train.objective={cfg.train.objective} is not for answers that are compared; leave it "
             "out, or run mjax train"
         )
-    if args.preview is None:
-        return None
-    print_rows(cfg, args.preview)
-    return 0
+    return preview(cfg, args)
 
 
 if __name__ == "__main__":

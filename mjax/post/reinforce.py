@@ -5,12 +5,12 @@ them: an engine with the trainer's weights answers the prompts of an environment
 """
 
 import argparse
-from typing import Any
 
 from mjax.config.schema.reinforce import ReinforceConfig
 from mjax.config.schema.run import Config
 from mjax.errors import CommandParser, UserError, run_cli
 from mjax.post.preference import answer_defaults
+from mjax.post.sft import keys_of
 from mjax.run.command import train_command
 
 POLICY_RATE = 1e-6
@@ -47,8 +47,7 @@ def reinforce_defaults(tree: dict) -> dict:
 
 def answers_of_update(tree: dict) -> int:
     """The answers that an update is on, by the keys of `tree`, as yet unchecked."""
-    given: Any = tree.get("reinforce")
-    keys = given if isinstance(given, dict) else {}
+    keys = keys_of(tree, "reinforce")
 
     def number(name: str) -> int:
         value = keys.get(name, getattr(ReinforceConfig(), name))

@@ -4,8 +4,10 @@ It is `mjax train` with the objective `reward` and other defaults. A causal lang
 head of one score in place of its vocabulary's (`model.num_labels`).
 """
 
+from mjax.data.preview import add_preview
 from mjax.errors import CommandParser, run_cli
 from mjax.post.preference import answer_defaults, before_training
+from mjax.post.sft import keys_of
 from mjax.run.command import train_command
 
 REWARD_RATE = 1e-5
@@ -27,8 +29,7 @@ def main() -> int:
         description="Train a reward model on pairs of answers, or on steps of answers.",
         epilog=NOTES,
     )
-    about = "print so many rows as the run reads them, with the loss made visible, and exit"
-    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    add_preview(parser)
     return train_command(parser, defaults=reward_defaults, first=before_training)
 
 
@@ -37,8 +38,7 @@ def reward_defaults(tree: dict) -> dict:
     found = answer_defaults(tree, "reward", REWARD_RATE)
     found.setdefault("model", {})["num_labels"] = 1
     found["checkpoint"]["init_changes"] = ["heads"]
-    lora = tree.get("lora")
-    if isinstance(lora, dict) and lora.get("rank"):
+    if keys_of(tree, "lora").get("rank"):
         found["lora"] = {"trained": ["score"]}
     return found
 

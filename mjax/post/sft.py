@@ -12,7 +12,7 @@ from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.checkpoint.base.hub import hub_name
 from mjax.checkpoint.base.steps import newest_step, run_of
 from mjax.config.schema.run import Config
-from mjax.data.preview import print_rows
+from mjax.data.preview import add_preview, preview
 from mjax.errors import CommandParser, UserError, run_cli
 from mjax.run.command import train_command
 from mjax.run.monitor.log_writer import warn
@@ -43,18 +43,14 @@ def main() -> int:
         description="Fine-tune a model on conversations; the loss is on the answers.",
         epilog=ABOUT,
     )
-    about = "print so many rows as the run reads them, with the loss made visible, and exit"
-    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    add_preview(parser)
     return train_command(parser, defaults=sft_defaults, first=_before_training)
 
 
 def _before_training(cfg: Config, args: argparse.Namespace) -> int | None:
     """Refuse what is no fine-tuning, and preview; None goes on."""
     require_conversations(cfg)
-    if args.preview is None:
-        return None
-    print_rows(cfg, args.preview)
-    return 0
+    return preview(cfg, args)
 
 
 def sft_defaults(tree: dict) -> dict:
@@ -124,15 +120,19 @@ def require_conversations(cfg: Config) -> None:
         warn("the weights are drawn at random; checkpoint.init_from=FOLDER starts from a model's")
 
 
+def keys_of(tree: dict, group: str) -> dict:
+    """The keys of a group that are set."""
+    found: Any = tree.get(group)
+    return found if isinstance(found, dict) else {}
+
+
 def _given(tree: dict, group: str, name: str) -> Any:
     """The value of a key as it was given, or None."""
-    keys = tree.get(group)
-    return keys.get(name) if isinstance(keys, dict) else None
+    return keys_of(tree, group).get(name)
 
 
 def _is_set(tree: dict, group: str, name: str) -> bool:
-    keys = tree.get(group)
-    return isinstance(keys, dict) and name in keys
+    return name in keys_of(tree, group)
 
 
 def _whole_number(tree: dict, group: str, name: str) -> int | None:

@@ -106,9 +106,12 @@ class ChatTemplate:
         return text, list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
-    """The template of a model folder: `name`, or the default one. Raises `UserError` for none."""
-    folder = Path(folder)
+def load_chat_template(place: str | os.PathLike, name: str | None = None) -> ChatTemplate:
+    """The template in a model folder or beside a tokenizer's file: `name`, or the default one.
+
+    Raises `UserError` for none.
+    """
+    folder = Path(place).parent if Path(place).is_file() else Path(place)
     path = folder / "tokenizer_config.json"
     config = read_json(path, missing={})
     named = config.get("chat_template") or {}

@@ -74,8 +74,7 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
 
 def answer_tokenizer(cfg: Config, tokenizer: Tokenizer) -> AnswerTokenizer:
     """The tokenizer of answers of a run, with the chat template beside `data.tokenizer`."""
-    folder = Path(cfg.data.tokenizer)
-    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    template = attempt(load_chat_template, cfg.data.tokenizer)
     return AnswerTokenizer(tokenizer, template, cfg.data.conversations.answers == "last")
 
 
