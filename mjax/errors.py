@@ -7,6 +7,7 @@ mended: exit code 3. Every other exception is a defect in mjax and keeps its tra
 
 import argparse
 import difflib
+import errno
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 _IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")  # files of frames that only import
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no room: of a disk, a user, a file
 NOT_SAID = "None", "False", "", "[]", argparse.SUPPRESS  # defaults that a reader expects
 
 
@@ -165,6 +167,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
     jax_start.addFilter(_raise_interrupts)
     try:
         code = main()
+        print(end="", flush=True)
     except BrokenPipeError:
         code = 1
     except (KeyboardInterrupt, Exception) as e:
@@ -176,15 +179,22 @@ def run_cli(main: Callable[[], int | None]) -> None:
         else:
             raise
     finally:
+        _drop_unwritten()
         sys.unraisablehook = before
         jax_start.removeFilter(_raise_interrupts)
         logger.removeHandler(handler)
         logger.propagate = True
     if code and _is_one_of_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code or 0)
+
+
+def _drop_unwritten() -> None:
+    """Let output that cannot be written go nowhere, or Python would fail at it again at its end."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _send_interrupts_again(ignored: Any) -> None:
@@ -221,6 +231,8 @@ def _end_of(error: BaseException) -> tuple[str, int]:
         return "interrupted", INTERRUPTED
     if isinstance(error, LostProcess):
         return str(error), START_AGAIN
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"error: {error.filename or 'the output'}: {reason(error)}; make room", 2
     return (f"error: {error}", 2) if isinstance(error, UserError) else ("", 1)
 
 

@@ -25,6 +25,7 @@ from mjax.data.conversations.tokenized import (
     answer_tokenizer,
     cache_of,
     key_of_source,
+    nothing_to_use,
     tokenize_conversations,
     warn_of_left_out,
     words_to_skip,
@@ -250,8 +251,7 @@ def _tokenized_answers(
             margins.append(margin)
             names.append(name)
     if not found:
-        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
-        raise UserError(f"data.conversations: {path}: {said}")
+        raise nothing_to_use(path, left_out)
     ids, is_answer, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
     ends = np.cumsum([len(one[0]) for one in found], dtype=np.int64)
     texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in (names, left_out)]

@@ -114,8 +114,7 @@ def _made(
         else:
             left_out.append(words_to_skip(found, settings, answers))
     if not used:
-        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
-        raise UserError(f"data.conversations: {path}: {said}")
+        raise nothing_to_use(path, left_out)
     if not any(found.is_ended for found in used.values()):
         raise UserError(
             f"data.conversations: {path}: no answer ends in a special token, so the model would "
@@ -125,6 +124,14 @@ def _made(
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
     texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in ([*used], left_out)]
     return np.concatenate(ids), np.concatenate(is_answer), ends, *texts
+
+
+def nothing_to_use(path: str, left_out: list[str]) -> UserError:
+    """The error of a source of which no record is left."""
+    if not left_out:
+        return UserError(f"data.conversations: {path}: holds no record; give a file that has some")
+    said = f"none of {len(left_out)} records can be used: {left_out[0]}"
+    return UserError(f"data.conversations: {path}: {said}")
 
 
 def words_to_skip(

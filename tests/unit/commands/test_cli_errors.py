@@ -115,6 +115,16 @@ def test_checkpoint_of_another_architecture_names_the_first_differing_field(star
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
+    command = [sys.executable, "-m", "mjax.cli", "--help"]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ)
+    line = "mjax: error: the output: No space left on device; make room\n"
+    assert (run.returncode, run.stderr) == (2, line)
+
+
 INTERRUPTED = """
 import gc, pathlib, signal, sys, time
 from mjax.errors import or_user_error, run_cli

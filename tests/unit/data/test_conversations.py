@@ -426,3 +426,8 @@ def test_the_preview_shows_the_mask_and_counts_what_is_lost(tmp_path, capsys):
     assert "4 records, 1 left out as broken" in said and ":3: messages: List should" in said
     assert "2; 1 are cut to data.seq_length=64, 1 dropped;" in said and "58 of answers" in said
     assert "2 rows" in said
+    with pytest.raises(UserError, match="a preview of -1 rows: give a number from 0"):
+        preview.main([*keys, "--rows", "-1"])
+    empty = write_lines(tmp_path / "empty.jsonl", [""])
+    with pytest.raises(UserError, match="empty.jsonl: holds no record; give a file that has some"):
+        preview.main([*keys, f"data.conversations.path={empty}"])
