@@ -5,12 +5,13 @@ A `UserError` message is one line that says what is wrong, where (file, key), an
 mended: exit code 3. Every other exception is a defect in mjax and keeps its traceback.
 """
 
-import _thread
 import argparse
 import difflib
+import errno
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 _IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")  # files of frames that only import
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no room: of a disk, a user, a file
 NOT_SAID = "None", "False", "", "[]", argparse.SUPPRESS  # defaults that a reader expects
 
 
@@ -161,8 +163,11 @@ def run_cli(main: Callable[[], int | None]) -> None:
     logger.addHandler(handler := Warnings())
     logger.propagate = False  # or handlers that libraries have set say them again
     before, sys.unraisablehook = sys.unraisablehook, _send_interrupts_again
+    jax_start = logging.getLogger("jax._src.xla_bridge")
+    jax_start.addFilter(_raise_interrupts)
     try:
         code = main()
+        print(end="", flush=True)
     except BrokenPipeError:
         code = 1
     except (KeyboardInterrupt, Exception) as e:
@@ -174,36 +179,60 @@ def run_cli(main: Callable[[], int | None]) -> None:
         else:
             raise
     finally:
+        _drop_unwritten()
         sys.unraisablehook = before
+        jax_start.removeFilter(_raise_interrupts)
         logger.removeHandler(handler)
         logger.propagate = True
     if code and _is_one_of_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code or 0)
+
+
+def _drop_unwritten() -> None:
+    """Let output that cannot be written go nowhere, or Python would fail at it again at its end."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _send_interrupts_again(ignored: Any) -> None:
     """`sys.unraisablehook`: Python drops Ctrl-C within a callback, as jax has one for gc."""
     if not issubclass(ignored.exc_type, KeyboardInterrupt):
         return sys.__unraisablehook__(ignored)
-    threading.Timer(0.05, _thread.interrupt_main).start()  # once the callback has ended
+    # Once the callback has ended; a true signal, for it ends what waits.
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-def _end_of(error: BaseException) -> tuple[str, int]:
-    """(the line that an error ends with, the exit code); a defect has no line.
+def _raise_interrupts(record: logging.LogRecord) -> bool:
+    """A filter of jax's log, for its start logs any error of a plugin, Ctrl-C too, and goes on."""
+    if record.exc_info and _is_interrupt(record.exc_info[1]):
+        raise KeyboardInterrupt
+    return True
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C has caused an error.
 
     A module in C whose import Ctrl-C has ended says `ImportError`, which may become a `UserError`.
     """
+    if not isinstance(error, KeyboardInterrupt | ImportError | SystemError | UserError):
+        return False
     cause: BaseException | None = error
-    if isinstance(error, KeyboardInterrupt | ImportError | SystemError | UserError):
-        while cause and not isinstance(cause, KeyboardInterrupt):
-            cause = cause.__cause__ or cause.__context__
-        if cause:
-            return "interrupted", INTERRUPTED
+    while cause and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
+
+
+def _end_of(error: BaseException) -> tuple[str, int]:
+    """(the line that an error ends with, the exit code); a defect has no line."""
+    if _is_interrupt(error):
+        return "interrupted", INTERRUPTED
     if isinstance(error, LostProcess):
         return str(error), START_AGAIN
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"error: {error.filename or 'the output'}: {reason(error)}; make room", 2
     return (f"error: {error}", 2) if isinstance(error, UserError) else ("", 1)
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.kernels.base.chooser import has_triton
+from mjax.kernels.base.device_facts import has_triton
 
 _ONE = threading.Lock()  # devices call back beside each other; the interpreter's state is global
 

@@ -50,6 +50,8 @@ def preview(cfg: Config, args: argparse.Namespace) -> int | None:
 
 def print_rows(cfg: Config, count: int) -> None:
     """Print the first `count` rows of a run on conversations, and a summary."""
+    if count < 0:
+        raise UserError(f"a preview of {count} rows: give a number from 0")
     if cfg.data.conversations.path is None:
         raise UserError("a preview shows conversations; set data.conversations.path")
     data, _ = build_datasets(cfg, max(count, 1), 0)

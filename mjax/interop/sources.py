@@ -6,6 +6,7 @@ which they name, with the adapters merged.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from mjax.checkpoint.base.hub import hub_name, model_folder
 from mjax.checkpoint.base.source import Source
@@ -44,9 +45,7 @@ def _source_in(path: Path, wanted: ModelConfig | None, text: bool) -> Source:
         base = source_of(named_base(path, read_adapter_config(path).base), wanted, text)
         return adapted_source(path, base)
     if (path / "config.json").is_file():
-        config = read_json(path / "config.json")
-        alone = text or (wanted is not None and not wanted.modalities)
-        cfg = config_of_folder(text_of(config) if alone else config)
+        cfg = _described_in(path / "config.json", wanted, text)
         tensors = open_weights(path)
         family = FAMILIES[cfg.model_type]
         cfg = family.mend(cfg, tensors)
@@ -78,6 +77,37 @@ def _source_in(path: Path, wanted: ModelConfig | None, text: bool) -> Source:
         base = source_of(named_base(step, base_of_run(step)), read_config(step))
         return adapted_source(step, base)
     return read_weights(step)
+
+
+def _described_in(config_json: Path, wanted: ModelConfig | None, text: bool = False) -> ModelConfig:
+    """The model that a config.json describes, as far as `source_of` wants it."""
+    config = read_json(config_json)
+    alone = text or (wanted is not None and not wanted.modalities)
+    return config_of_folder(text_of(config) if alone else config)
+
+
+def described_on_hub(path: str | Path, wanted: ModelConfig) -> Source | None:
+    """A model of the hub as its config.json describes it, which is fetched without the weights.
+
+    None for all other paths. Keys that its tensors decide are as in `wanted`.
+    """
+    config = model_folder(path) / "config.json" if hub_name(path) is not None else None
+    if config is None or not config.is_file():
+        return None
+    cfg = _described_in(config, wanted)
+    predictions = min(cfg.num_nextn_predict_layers, wanted.num_nextn_predict_layers)
+    heads = {name: getattr(wanted.bert, name) for name in ("mlm_head", "num_labels")}
+    decided = {
+        "tie_word_embeddings": wanted.tie_word_embeddings,
+        "num_nextn_predict_layers": predictions,
+        "bert": cfg.bert.model_copy(update=heads),
+    }
+
+    def read(path: tuple[str, ...], index: tuple[slice, ...]) -> NoReturn:
+        raise AssertionError("the weights are not fetched")
+
+    found = cfg.model_copy(update=decided)
+    return Source(found, read, lambda: None, name=f"the weights in {path}")
 
 
 def config_in(path: str | Path) -> ModelConfig:

@@ -20,14 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import (
-    NO_TRITON,
-    Device,
-    believed,
-    has_triton,
-    on_blackwell,
-    on_hopper,
-)
+from mjax.kernels.base.chooser import NO_TRITON, Device, believed
+from mjax.kernels.base.device_facts import has_triton, on_blackwell, on_hopper, rounded_memory
 from mjax.plan.chips import Chip, named_chips
 
 MOST_DEVICES = 16_384
@@ -153,7 +147,8 @@ def as_on(chip: Chip) -> Iterator[None]:
     """Choose kernels, trace and compile as if this process's devices were of this chip."""
     capability = chip.details.capability
     one = StandIn(0, 0, chip.kind, ".".join(map(str, capability)))
-    chosen_for = Device("gpu", on_hopper(one), has_triton(), on_blackwell(one))  # traced here
+    memory = rounded_memory(chip.details.usable)
+    chosen_for = Device("gpu", on_hopper(one), has_triton(), on_blackwell(one), memory)
     with believed(chosen_for), compiler_told(capability):
         yield
 

@@ -34,8 +34,7 @@ def chat_template_of(place: str | Path | None) -> ChatTemplate | UserError:
     """The chat template in a tokenizer's folder or beside its file, or why there is none."""
     if place is None or place == "byte":
         return UserError("the model has no chat template; give --tokenizer a folder that has one")
-    folder = Path(place)
-    return attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    return attempt(load_chat_template, place)
 
 
 def read_questions(

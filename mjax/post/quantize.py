@@ -53,9 +53,9 @@ def main() -> int:
     tokenizer = load_tokenizer(found) if texts else None
 
     def figure(ckpt: str) -> float:
-        model, sizes = from_pretrained(ckpt, dtype=usual_dtype()), (args.seq_length, None)
-        text = texts[args.evaluate]
-        return perplexity(model, tokenizer, text, *sizes, args.batch_size)["perplexity"]
+        model, text = from_pretrained(ckpt, dtype=usual_dtype()), texts[args.evaluate]
+        length = min(args.seq_length, model.cfg.max_position_embeddings)
+        return perplexity(model, tokenizer, text, length, None, args.batch_size)["perplexity"]
 
     before = figure(args.ckpt) if args.evaluate else 0.0
     moments = {}

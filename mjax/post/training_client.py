@@ -31,6 +31,7 @@ from mjax.post.reinforce_batches import RolloutSetup
 from mjax.post.rollouts.collector import seed_of
 from mjax.post.rollouts.packing import PackedTranscripts, packed_transcripts
 from mjax.post.rollouts.transcript import OpenRollout, Transcript
+from mjax.run.faults.replicas import ReplicaCheck
 from mjax.run.resume import begin, restored_record
 from mjax.train.step import GRADIENTS, MeanGradient, joint_mean
 from mjax.train.trainer import Trainer
@@ -56,6 +57,9 @@ class TrainingClient:
         self.trainer.checkpoints.batches_at = lambda step: {"client": {"sampled": self.sampled}}
         self._learners: dict[Hashable, Trainer] = {}
         self._means: dict[Hashable, MeanGradient] = {}
+        self._losses: list[jax.Array] = []  # of the gradients so far
+        interval, store = self.trainer.cfg.train.check_replicas_interval, self.trainer.store
+        self._replicas = ReplicaCheck(self.trainer, interval, lambda: str(store.newest() or "none"))
 
     @property
     def step_number(self) -> int:
@@ -93,6 +97,7 @@ class TrainingClient:
         own = MeanGradient(found.gradients, found.tokens)
         before = self._means.get(key)
         self._means[key] = own if before is None else joint_mean(before, own)
+        self._losses.append(found.losses["loss"])
         return found.losses | {"grad_norm": found.norm, "tokens": found.tokens}
 
     def optim_step(
@@ -100,15 +105,26 @@ class TrainingClient:
     ) -> dict[str, float]:
         """Update the weights by the gradients so far; several losses are added.
 
-        The default rates are those of the config's schedule. Raises `NonFiniteLoss` for gradients
-        that are no numbers; the weights then stay, and the gradients are dropped.
+        The default rates are those of the config's schedule. Raises `NonFiniteLoss` for losses or
+        gradients that are no numbers; the weights then stay, and the gradients are dropped. Raises
+        `ReplicasDiffer` at steps of train.check_replicas_interval.
         """
         if not self._means:
             raise UserError("optim_step: there is no gradient; call forward_backward before it")
         means = [mean.gradients for mean in self._means.values()]
         gradients = jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *means)
+        worst = np.sum(jax.device_get(self._losses))
+        self._forget()
+        self.trainer.require_finite("loss", worst)
+        figures = self.trainer.apply_gradients(gradients, lr, weight_decay)
+        self._replicas.ask_if_due(self.step_number)
+        self._replicas.read(self.step_number)
+        return figures
+
+    def _forget(self) -> None:
+        """Drop the gradients so far."""
         self._means.clear()
-        return self.trainer.apply_gradients(gradients, lr, weight_decay)
+        self._losses.clear()
 
     def _learner(self, loss: Any, batch: HostBatch) -> tuple[Hashable, Trainer]:
         """(key of a loss, a trainer that has its programs and no state)."""
@@ -210,6 +226,7 @@ class TrainingClient:
         """Write a checkpoint of this step, which mjax train can go on from; returns its folder."""
         if self._means:
             raise UserError("save: gradients that no optim_step has used are not saved; call it")
+        self._replicas.require_equal(self.step_number)
         self.trainer.save()
         self.trainer.store.wait()
         return self.trainer.store.directory / str(self.trainer.step_number)
@@ -218,7 +235,7 @@ class TrainingClient:
         """Go on from checkpoint `step` in run.dir (None: the newest); returns its step."""
         self.trainer.store.forget_steps()  # others may have written since
         self.trainer.restore(step)
-        self._means.clear()
+        self._forget()
         record = restored_record(self.trainer).get("batches", {})
         self.sampled = record.get("client", {}).get("sampled", 0)
         if "_setup" in self.__dict__:

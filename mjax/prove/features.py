@@ -37,6 +37,11 @@ EXPERTS = [
     "model.moe.moe_intermediate_size=24",
     "model.moe.router_aux_loss_coef=0.1",
 ]
+LAST_EXPERTS = [  # in the last layer alone
+    *EXPERTS,
+    "model.layer_pattern=GGGE",
+    "model.moe.routed_scaling_factor=0.5",
+]
 STATES = [
     "model.mamba.mamba_num_heads=24",
     "model.mamba.mamba_head_dim=4",
@@ -67,6 +72,13 @@ QWEN_VL = [
     "model.attention.head_dim=8",
     "model.rope.mrope_section=[2, 1, 1]",
     "model.rope.mrope_interleaved=true",
+    "model.hidden_dropout=0.1",
+]
+# As encoders of texts and images are after BERT.
+AS_BERT = [
+    "model.norm=layernorm",
+    "model.position_embedding=learned",
+    "model.mlp_gated=false",
     "model.hidden_dropout=0.1",
 ]
 # Each is a feature whose sharding could go wrong on its own.
@@ -127,22 +139,18 @@ FEATURES = {
         "model.swiglu_limit=0.5",
     ],
     "routing": [  # DeepSeek-V3's, with all that a router may have
-        *EXPERTS,
-        "model.layer_pattern=GGGE",
+        *LAST_EXPERTS,
         "model.moe.scoring_func=sigmoid",
         "model.moe.n_group=2",
-        "model.moe.routed_scaling_factor=0.5",
         "model.moe.router_bias=true",
         "model.moe.router_z_loss_coef=0.01",
         "model.moe.shared_expert_intermediate_size=24",
         "model.moe.shared_expert_gate=true",
     ],
     "expert bias": [
-        *EXPERTS,
-        "model.layer_pattern=GGGE",
+        *LAST_EXPERTS,
         "model.moe.scoring_func=sigmoid",
         "model.moe.expert_bias=true",
-        "model.moe.routed_scaling_factor=0.5",
     ],
     "multi-token prediction": [  # by two depths of experts
         *EXPERTS,
@@ -154,22 +162,18 @@ FEATURES = {
         "train.mtp_loss_scaling_factor=0.5",
     ],
     "capacity": [  # a third of all pairs is dropped
-        *EXPERTS,
-        "model.layer_pattern=GGGE",
+        *LAST_EXPERTS,
         "model.moe.capacity_factor=0.75",
-        "model.moe.routed_scaling_factor=0.5",
     ],
     "all-to-all": [  # of tokens over ep; some exchanges have more tokens than room, and gather
         *EXPERTS,
         "train.expert_exchange=all_to_all",
     ],
     "sinkhorn": [  # and jitter
-        *EXPERTS,
-        "model.layer_pattern=GGGE",
+        *LAST_EXPERTS,
         "model.moe.router_aux_loss_coef=0.0",
         "model.moe.sinkhorn=true",
         "model.moe.router_jitter_noise=0.05",
-        "model.moe.routed_scaling_factor=0.5",
     ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
@@ -195,15 +199,12 @@ FEATURES = {
     ],
     "bert": [  # masked tokens and pairs of texts
         "model.layer_pattern=B",
-        "model.norm=layernorm",
+        *AS_BERT,
         "model.norm_placement=post_residual",
-        "model.position_embedding=learned",
         "model.bert={type_vocab_size: 2, embedding_norm: true, mlm_head: true, num_labels: 2}",
         "model.attention.attention_bias=true",
         "model.tie_word_embeddings=true",
-        "model.mlp_gated=false",
         "model.hidden_act=gelu",
-        "model.hidden_dropout=0.1",
         "train.objective=masked_lm",
         "data.masked.mask_token_id=250",
     ],
@@ -240,14 +241,11 @@ FEATURES = {
     ],
     "vit": [  # images of 10 tokens and padding, their positions resized from another grid
         "model.layer_pattern=B",
-        "model.norm=layernorm",
-        "model.position_embedding=learned",
+        *AS_BERT,
         "model.vision={image_size: 8, patch_size: 4, num_channels: 2, num_labels: 5}",
         "data.images.image_size=12",
         "model.attention.attention_bias=true",
-        "model.mlp_gated=false",
         "model.hidden_act=gelu",
-        "model.hidden_dropout=0.1",
         "train.objective=classify_images",
     ],
     "llava": [  # up to two images in a text of another width
@@ -259,29 +257,23 @@ FEATURES = {
     ],
     "clip": [  # images and packed texts of another width; all pairs of the batch
         "model.layer_pattern='V*2,G*2'",
-        "model.norm=layernorm",
-        "model.position_embedding=learned",
+        *AS_BERT,
         "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
         "intermediate_size: 24, num_attention_heads: 8, hidden_act: quick_gelu, patch_bias: false, "
         "embedding_norm: true}",
         "model.contrastive={projection_dim: 12, eos_token_id: 7}",
         "model.attention.attention_bias=true",
-        "model.mlp_gated=false",
         "model.hidden_act=quick_gelu",
-        "model.hidden_dropout=0.1",
         "train.objective=contrastive",
     ],
     "siglip": [  # texts see both ways; attention pools images, whose positions are resized
         "model.layer_pattern='V*2,U*2'",
-        "model.norm=layernorm",
-        "model.position_embedding=learned",
+        *AS_BERT,
         "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
         "intermediate_size: 24, num_attention_heads: 8, hidden_act: gelu_tanh, class_token: false}",
         "model.contrastive={projection_dim: 16, loss: sigmoid}",
         "data.images.image_size=12",
-        "model.mlp_gated=false",
         "model.hidden_act=gelu_tanh",
-        "model.hidden_dropout=0.1",
         "train.objective=contrastive",
     ],
     "mimo": MIMO,

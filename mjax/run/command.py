@@ -3,16 +3,12 @@
 import argparse
 import os
 import pkgutil
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from mjax.checkpoint.base.hub import with_hub_tokenizer
 from mjax.config.load import Defaults, add_config_arguments, config_from_args
 from mjax.config.schema.run import Config
-from mjax.errors import INTERRUPTED
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
 
@@ -49,26 +45,6 @@ def train_command(
     return _plan_or_train(cfg, args, batch_source)
 
 
-@contextmanager
-def _ended_by_an_interrupt() -> Iterator[None]:
-    """End at once on Ctrl-C while jax starts, which drops `KeyboardInterrupt`."""
-    from mjax.run.faults.stopping import say_at_once  # imports jax
-
-    def end(*_: object) -> None:
-        say_at_once("interrupted")
-        os._exit(INTERRUPTED)
-
-    is_main = threading.current_thread() is threading.main_thread()  # others have no handlers
-    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _plan_or_train(cfg: Config, args: argparse.Namespace, batch_source: str) -> int:
     """Plan or train in this process."""
     # After the config: its mistakes should show at once.
@@ -79,12 +55,11 @@ def _plan_or_train(cfg: Config, args: argparse.Namespace, batch_source: str) -> 
         from mjax.run.dry_run import plan_elsewhere
 
         return plan_elsewhere(cfg, args)
-    with _ended_by_an_interrupt():
-        start_processes(args.coordinator, args.num_processes, args.process_id)
-        keep_compiled_programs()
-        import jax
+    start_processes(args.coordinator, args.num_processes, args.process_id)
+    keep_compiled_programs()
+    import jax
 
-        backend = jax.default_backend()
+    backend = jax.default_backend()
     from mjax.doctor.clashes import unused_gpus
     from mjax.errors import NonFiniteLoss, ReplicasDiffer
     from mjax.run.dry_run import dry_run

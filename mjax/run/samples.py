@@ -6,7 +6,6 @@ follows. Elsewhere a prompt is a text that the model continues, at temperature 0
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mjax.config.schema.run import Config
 from mjax.data.base.chat import ChatTemplate, load_chat_template
@@ -98,8 +97,7 @@ def _template_of(cfg: Config) -> ChatTemplate | None:
     """The template of a run on conversations; None where there is none, as for pairs of texts."""
     if cfg.data.conversations.path is None:
         return None
-    folder = Path(cfg.data.tokenizer)
     try:
-        return load_chat_template(folder if folder.is_dir() else folder.parent)
+        return load_chat_template(cfg.data.tokenizer)
     except UserError:
         return None

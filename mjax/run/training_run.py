@@ -150,7 +150,8 @@ def start_run(
     watchdog = Watchdog(cfg.train.step_timeout_minutes)
     limit = cfg.checkpoint.max_failed_saves
     saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
-    replicas = ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval)
+    interval = cfg.train.check_replicas_interval
+    replicas = ReplicaCheck(trainer, interval, saver.last_checkpoint, log.event)
     describe = batches.training.describe
     suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, describe)
     profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)

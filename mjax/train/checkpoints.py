@@ -37,7 +37,7 @@ from mjax.interop.after_save import follow_up, mirror_of
 from mjax.interop.base_of_adapters import outside_nf4, read_nf4, whole_base, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import Fit, fit
-from mjax.interop.sources import source_of
+from mjax.interop.sources import described_on_hub, source_of
 from mjax.objectives.objective import OWN_WEIGHTS
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.processes.agreement import on_process_0
@@ -216,9 +216,14 @@ class Checkpoints:
             shutil.rmtree(self.local.directory, ignore_errors=True)
 
     def start_sources(self) -> dict[str, Source]:
-        """The weights that the config starts from, by the folders they are in."""
+        """The weights that the config starts from, by the folders they are in.
+
+        Raises `UserError` for another model of the hub before its weights are fetched.
+        """
         names, sources = self.cfg.checkpoint, {}
         if names.init_from is not None:
+            if described := described_on_hub(names.init_from, self.cfg.model):
+                self.fitted(described)
             sources[names.init_from] = source_of(names.init_from, self.cfg.model)
         if names.init_audio is not None:
             folder = model_folder(names.init_audio, weights=True)

@@ -241,13 +241,17 @@ class Trainer:
         decay = due[1] if weight_decay is None else np.float32(weight_decay)
         update = self.programs.jitted(steps.APPLY, self.cfg.train.global_batch_size)
         self.state, norm = update(self._live(), gradients, rate, decay)
-        if not np.isfinite(norm):
-            raise NonFiniteLoss(
-                f"step {self.step_number + 1}: the gradient norm is {norm}, so the weights stay as "
-                "they are; look at the data that the gradient is of, or lower the rate"
-            )
+        self.require_finite("gradient norm", norm)
         self.step_number += 1
         return {"grad_norm": float(norm), "lr": float(rate)}
+
+    def require_finite(self, name: str, value: jax.Array | np.ndarray) -> None:
+        """Raise `NonFiniteLoss` for a figure of the next step that is no number."""
+        if not np.isfinite(value):
+            raise NonFiniteLoss(
+                f"step {self.step_number + 1}: the {name} is {value}, so the weights stay as "
+                "they are; look at the data that the gradient is of, or lower the rate"
+            )
 
     def require_plain_update(self, name: str) -> None:
         """Raise `UserError` for what `step` updates beside parameters, which `name` does not."""

@@ -11,7 +11,7 @@ import pytest
 
 from mjax.kernels.attention.api import attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.base.chooser import on_hopper
+from mjax.kernels.base.device_facts import on_hopper
 from mjax.kernels.fp8.quantize import amax_of
 
 pytestmark = pytest.mark.skipif(

@@ -203,10 +203,9 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
 
 def _with_answer_ends(files: dict[str, bytes], spec: str) -> dict[str, bytes]:
     """Side files in whose generation_config.json the ends of answers end a generation."""
-    folder = Path(spec)
     try:
         tokenizer = load_tokenizer(spec)
-        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+        template = load_chat_template(spec)
     except UserError:  # then it makes no data of this run
         return files
     said = json.loads(files.get(_GENERATION, b"{}"))

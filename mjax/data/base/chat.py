@@ -106,9 +106,12 @@ class ChatTemplate:
         return text, list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
-    """The template of a model folder: `name`, or the default one. Raises `UserError` for none."""
-    folder = Path(folder)
+def load_chat_template(place: str | os.PathLike, name: str | None = None) -> ChatTemplate:
+    """The template in a model folder or beside a tokenizer's file: `name`, or the default one.
+
+    Raises `UserError` for none.
+    """
+    folder = Path(place).parent if Path(place).is_file() else Path(place)
     path = folder / "tokenizer_config.json"
     config = read_json(path, missing={})
     named = config.get("chat_template") or {}
@@ -130,7 +133,7 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
         have = f"only {', '.join(sorted(named))}" if named else "none"
         raise UserError(
             f"{folder}: no chat template {name or 'default'!r} ({have}); put chat_template.jinja "
-            "there, or prompt with plain text"
+            "there, or give plain text"
         )
     tokens = read_json(folder / "special_tokens_map.json", missing={}) | config
     tokens = {key: token_text(tokens[key]) for key in TOKENS if tokens.get(key) is not None}

@@ -25,8 +25,10 @@ from mjax.data.conversations.tokenized import (
     answer_tokenizer,
     cache_of,
     key_of_source,
+    nothing_to_use,
     tokenize_conversations,
     warn_of_left_out,
+    words_to_skip,
 )
 from mjax.data.corpus.gpt import FieldArrays
 from mjax.errors import UserError
@@ -242,19 +244,14 @@ def _tokenized_answers(
     for name, row in read_records(files):
         groups = attempt(_groups_of, row, name, kind, answers)
         if isinstance(groups, UserError):
-            if cfg.data.conversations.broken == "refuse":
-                raise UserError(
-                    f"{groups} (data.conversations.broken=skip leaves such records out)"
-                )
-            left_out.append(str(groups))
+            left_out.append(words_to_skip(groups, cfg.data.conversations, answers))
             continue
         for margin, documents in groups:
             found += documents
             margins.append(margin)
             names.append(name)
     if not found:
-        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
-        raise UserError(f"data.conversations: {path}: {said}")
+        raise nothing_to_use(path, left_out)
     ids, is_answer, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
     ends = np.cumsum([len(one[0]) for one in found], dtype=np.int64)
     texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in (names, left_out)]

@@ -8,6 +8,7 @@ answer. Refused: no such token, a doubled BOS, and templates that rewrite earlie
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,18 @@ class AnswerTokenizer:
     template: ChatTemplate | UserError
     last_only: bool = False
 
+    @cached_property
+    def lack(self) -> UserError | None:
+        """Why no messages at all can be tokenized, which is the fault of no record."""
+        if isinstance(self.template, UserError):
+            return UserError(f"{self.template}; texts of prompt and completion need none")
+        if self.tokenizer.encode_with_places is None:
+            return UserError(
+                "data.tokenizer cannot say where its tokens begin, so messages cannot be trained "
+                "on; save it as a tokenizer.json, as transformers does"
+            )
+        return None
+
     def render(self, conversation: Conversation) -> AnsweredText:
         """The text up to the last answer, and where answers are; no text of a pair of texts.
 
@@ -50,14 +63,10 @@ class AnswerTokenizer:
         """
         if conversation.plain is not None:
             return AnsweredText("", [])
-        if isinstance(self.template, UserError):
-            raise self.template
+        if self.lack is not None:
+            raise self.lack
+        assert isinstance(self.template, ChatTemplate)
         where, messages = conversation.where, conversation.messages
-        if self.tokenizer.encode_with_places is None:
-            raise UserError(
-                f"{where}: data.tokenizer cannot say where its tokens begin; save it as a "
-                "tokenizer.json, as transformers does"
-            )
         self._require_no_ends(conversation)
         answers = conversation.answers[-1:] if self.last_only else conversation.answers
         given = {"tools": conversation.tools, **conversation.variables}

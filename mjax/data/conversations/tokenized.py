@@ -74,8 +74,7 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
 
 def answer_tokenizer(cfg: Config, tokenizer: Tokenizer) -> AnswerTokenizer:
     """The tokenizer of answers of a run, with the chat template beside `data.tokenizer`."""
-    folder = Path(cfg.data.tokenizer)
-    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    template = attempt(load_chat_template, cfg.data.tokenizer)
     return AnswerTokenizer(tokenizer, template, cfg.data.conversations.answers == "last")
 
 
@@ -112,13 +111,10 @@ def _made(
     for name, found in _tokenized_records(files, answers):
         if not isinstance(found, UserError):
             used[name] = found
-        elif settings.broken == "refuse":
-            raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
         else:
-            left_out.append(str(found))
+            left_out.append(words_to_skip(found, settings, answers))
     if not used:
-        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
-        raise UserError(f"data.conversations: {path}: {said}")
+        raise nothing_to_use(path, left_out)
     if not any(found.is_ended for found in used.values()):
         raise UserError(
             f"data.conversations: {path}: no answer ends in a special token, so the model would "
@@ -128,6 +124,25 @@ def _made(
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
     texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in ([*used], left_out)]
     return np.concatenate(ids), np.concatenate(is_answer), ends, *texts
+
+
+def nothing_to_use(path: str, left_out: list[str]) -> UserError:
+    """The error of a source of which no record is left."""
+    if not left_out:
+        return UserError(f"data.conversations: {path}: holds no record; give a file that has some")
+    said = f"none of {len(left_out)} records can be used: {left_out[0]}"
+    return UserError(f"data.conversations: {path}: {said}")
+
+
+def words_to_skip(
+    found: UserError, settings: ConversationDataConfig, answers: AnswerTokenizer
+) -> str:
+    """Words on a record that is left out. Raises `UserError` where none may be."""
+    if found is answers.lack:
+        raise found
+    if settings.broken == "refuse":
+        raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
+    return str(found)
 
 
 def _tokenized_records(

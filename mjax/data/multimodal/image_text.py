@@ -13,7 +13,6 @@ decoded, or that does not fit `data.seq_length`, counts in no loss and is named 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -316,8 +315,7 @@ def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> li
     chats = [_messages(sample) for sample in samples]
     template = None
     if any(chats):
-        folder = Path(cfg.data.tokenizer)
-        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+        template = load_chat_template(cfg.data.tokenizer)
     lines = []
     for sample, chat in zip(samples, chats, strict=True):
         turns = _turns(sample.name, chat, template) if chat else _one_turn(sample)

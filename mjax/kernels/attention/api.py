@@ -35,9 +35,8 @@ from mjax.kernels.base.attention_call import (
     features_in_use,
     refuse_masks_but,
 )
-from mjax.kernels.base.chooser import choose
+from mjax.kernels.base.chooser import QUERY_CHUNK, choose
 
-_QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _FEWEST_NEAR = 64  # tokens that a block of a small window has: matmuls want them
 _MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
 
@@ -202,16 +201,16 @@ def _reference(q, k, v, call, arrays):
             part = replace(part, shared=own)
         return _dense(q, k, v, call, part)
 
-    if size <= _QUERY_CHUNK or size % _QUERY_CHUNK:
+    if size <= QUERY_CHUNK or size % QUERY_CHUNK:
         return block(q, columns[0], of_queries)
 
     def chunk(at):
-        take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=_QUERY_CHUNK)
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=QUERY_CHUNK)
         facts = jax.tree.map(lambda x: take(x, at, axis=1), of_queries)
         part = take(q, at, axis=1), take(columns[0], at, axis=-1), facts
         return jax.checkpoint(block)(*part)
 
-    out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
+    out = jax.lax.map(chunk, jnp.arange(0, size, QUERY_CHUNK))  # [chunks, B, C, N, H']
     return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
 
 
@@ -453,7 +452,7 @@ def _cut_queries(tree, axis):
 
     def one(x):
         size = x.shape[axis]
-        chunk = size if size % _QUERY_CHUNK else _QUERY_CHUNK
+        chunk = size if size % QUERY_CHUNK else QUERY_CHUNK
         shape = (*x.shape[:axis], size // chunk, chunk, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 

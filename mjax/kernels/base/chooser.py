@@ -7,7 +7,6 @@ our kernel in Triton; mosaic are our kernels for Hopper, in Pallas; cudnn and te
 
 import contextlib
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.base.attention_call import AttentionCall, implementation_in_8_bits
+from mjax.kernels.base.device_facts import has_triton, on_blackwell, on_hopper, rounded_memory
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
 PAGED_HEADS = 16, 256  # paged attention: what sizes of heads are multiples of, and the largest
@@ -26,6 +26,8 @@ PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 MOST_SCRATCH = 2**32  # bytes: cuDNN keeps a gradient of all queries of a row for each document
+SCRATCH_SHARE = 0.25  # of a device's memory: above it XLA's attention, though it is far slower
+QUERY_CHUNK = 1024  # queries whose scores XLA's attention holds at a time
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
 FEWEST = {  # elements of the widest input: with less, nothing is won
     "norm": 2**20,
@@ -47,7 +49,6 @@ DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
 ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an activation function
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
-BLACKWELL = "10.0", "10.3"  # compute capabilities that multiply scaled blocks by cuDNN
 KERNEL_SIDE = 128  # of the blocks that our Hopper kernels round and multiply
 CHANNELS_ROWS, CHANNELS_INPUTS = 64, 128  # most rows of 8-bit weights' kernel; a tile of inputs
 EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -59,12 +60,14 @@ NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
 @dataclass(frozen=True)
 class Device:
     """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it. triton:
-    whether triton and jax-triton are installed. blackwell: whether it multiplies scaled blocks."""
+    whether triton and jax-triton are installed. blackwell: whether it multiplies scaled blocks.
+    memory: bytes that JAX may use, as the nearest power of two; None: not known."""
 
     backend: str
     hopper: bool = False
     triton: bool = True
     blackwell: bool = False
+    memory: int | None = None
 
 
 class Choice(NamedTuple):
@@ -88,7 +91,11 @@ _BELIEVED: ContextVar[Device | None] = ContextVar("believed", default=None)
 def this_device() -> Device:
     """The default device, or the one that `believed` names."""
     return _BELIEVED.get() or Device(
-        jax.default_backend(), on_hopper(), has_triton(), on_blackwell()
+        jax.default_backend(),
+        on_hopper(),
+        has_triton(),
+        on_blackwell(),
+        rounded_memory((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")),
     )
 
 
@@ -100,28 +107,6 @@ def believed(device: Device) -> Iterator[None]:
         yield
     finally:
         _BELIEVED.reset(token)
-
-
-def on_hopper(device: jax.Device | None = None) -> bool:
-    """Whether a device, or the default one, is a Hopper GPU, and jax can use Mosaic kernels."""
-    return _capability(device) == "9.0"
-
-
-def on_blackwell(device: jax.Device | None = None) -> bool:
-    """Whether a device, or the default one, is a Blackwell GPU, and jax multiplies its blocks."""
-    return _capability(device) in BLACKWELL
-
-
-def _capability(device: jax.Device | None) -> str:
-    """The compute capability, or "" of other devices than GPUs and if jax is too old to use it."""
-    device = jax.devices()[0] if device is None else device
-    return str(getattr(device, "compute_capability", "")) if jax.__version_info__ >= (0, 11) else ""
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether our Triton kernels can be compiled."""
-    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
 
 
 def choose(
@@ -183,8 +168,11 @@ def _attention(
         why = f"cuDNN's backward would take {cost}"
         if not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
             return Choice("mosaic", why)
-        if x.shape[1] < x.shape[3] * call.max_documents:  # scores take less
-            return Choice("xla", why)
+        fits = x.device.memory is None or scratch <= SCRATCH_SHARE * x.device.memory
+        by_chunks = not fits and x.shape[1] % QUERY_CHUNK == 0
+        held = QUERY_CHUNK if by_chunks else x.shape[1]
+        if held < x.shape[3] * call.max_documents:  # a head's scores take less
+            return Choice("xla", why if fits else f"{why}, and a device has little more")
     if value_size not in (None, x.shape[-1]):
         heads = f"heads of {x.shape[-1]} and values of {value_size}"
         return Choice("cudnn", f"it takes {heads} as they are (padded, in packed documents)")

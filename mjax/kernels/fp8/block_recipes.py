@@ -23,14 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import (
-    KERNEL_SIDE,
-    Choice,
-    choose,
-    has_triton,
-    on_blackwell,
-    on_hopper,
-)
+from mjax.kernels.base.chooser import KERNEL_SIDE, Choice, choose
+from mjax.kernels.base.device_facts import has_triton, on_blackwell, on_hopper
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import (
     FORMATS,

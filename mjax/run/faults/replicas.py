@@ -9,6 +9,7 @@ wait in host memory are left out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,8 +21,6 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mjax.errors import ReplicasDiffer
-from mjax.run.faults.saving import Saver
-from mjax.run.monitor.metrics import Log
 from mjax.sharding.collectives import AXES, mesh_axes
 from mjax.sharding.mesh import on_shards
 from mjax.train.state import StateLayout
@@ -161,12 +160,13 @@ class ReplicaCheck:
     """Compares the replicas of a run every `interval` steps, and before a save; None: never.
 
     Every process sees the same digests, so all of them raise `ReplicasDiffer` alike.
+    last_checkpoint: returns the path of the newest step. tell: is called with a step and a line.
     """
 
     trainer: Trainer
-    saver: Saver
-    log: Log
     interval: int | None
+    last_checkpoint: Callable[[], str]
+    tell: Callable[[int, str], None] = lambda step, line: None
     _table: jax.Array | None = None  # asked for, not yet read
 
     @cached_property
@@ -196,10 +196,10 @@ class ReplicaCheck:
         if not found:
             return
         line = f"step {step}: {describe(found, self.trainer.mesh)}"
-        self.log.event(step, line)
+        self.tell(step, line)
         raise ReplicasDiffer(
             f"{line}; a device computes or stores wrongly, so the step is not saved; last good "
-            f"checkpoint: {self.saver.last_checkpoint()}; start again to resume there, without it"
+            f"checkpoint: {self.last_checkpoint()}; start again to resume there, without it"
         )
 
     def require_equal(self, step: int) -> None:

@@ -162,7 +162,7 @@ def close(mine, theirs):
 @pytest.mark.parametrize("chunk", [1024, 4])
 def test_blocks_merge_to_the_whole(chunk, monkeypatch):
     """Blocks of keys: forward merges by lse, backward with the global lse adds up."""
-    monkeypatch.setattr(kernels, "_QUERY_CHUNK", chunk)
+    monkeypatch.setattr(kernels, "QUERY_CHUNK", chunk)
     q, k, v, d_out = arrays()
     segments = documents()
     out, lse, *grads = exact(q, k, v, d_out, segments, window=9)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from mjax.config import load
-from mjax.errors import NonFiniteLoss, UserError
+from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
 from mjax.infer.requests import SamplingParams
 from mjax.post import TrainingClient
 from mjax.post.policy.advantages import advantages_of
 from mjax.run.loop import train
+from mjax.run.rehearsal import with_flipped_bit
 from mjax.sharding.mesh import make_mesh
 from tests.laws.training.test_reinforcement import (
     Evens,
@@ -148,16 +149,47 @@ def test_what_a_client_samples_rates_and_refuses(tmp_path):
     assert (client.sample([[5]])[0][0].versions[-1], client.step_number) == (1, 1)
 
 
+def some_rows():
+    ids = np.random.default_rng(0).integers(0, 90, (4, 17)).astype(np.int32)
+    rows = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": np.ones((4, 16), np.float32)}
+    rows["segment_ids"] = np.ones((4, 16), np.int32)
+    return rows | {"positions": np.tile(np.arange(16, dtype=np.int32), (4, 1))}
+
+
+def _endless(scores, fields):
+    """A loss that is infinite, whose gradient is finite."""
+    return -scores.log_p + jnp.inf, {}
+
+
+def test_a_client_ends_as_a_run_does_where_losses_or_replicas_are_wrong(tmp_path):
+    keys = "mesh.dp=2", "mesh.zero=0", "train.micro_batch_size=2", "train.check_replicas_interval=2"
+    client = client_of(load(None, [*TINY, f"run.dir={tmp_path}", *keys]), 2)
+    before = jax.device_get(client.trainer.params())
+    client.forward_backward(some_rows(), _endless)
+    client.forward_backward(some_rows())
+    with pytest.raises(NonFiniteLoss, match="step 1: the loss is inf, so the weights stay"):
+        client.optim_step()
+    jax.tree.map(np.testing.assert_array_equal, client.trainer.params(), before)
+
+    def step():
+        client.forward_backward(some_rows())
+        client.optim_step()
+
+    step()
+    trainer, up = client.trainer, ("params", "dense", "mlp", "up")
+    trainer.state = with_flipped_bit(trainer.state, up, {trainer.mesh.devices.flat[1].id}, 3)
+    line = "step {}: replicas of .* differ in bits, .* last good checkpoint: none; start again"
+    for number, call in enumerate((client.save, step), 1):
+        with pytest.raises(ReplicasDiffer, match=line.format(number)):
+            call()
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
 @exhaustive
 def test_mjax_train_goes_on_from_a_client(tmp_path):
     cfg = load(None, [*TINY, f"run.dir={tmp_path}", "train.steps=3"])
     client = client_of(cfg)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 90, (4, 17)).astype(np.int32)
-    rows = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": np.ones((4, 16), np.float32)}
-    rows["segment_ids"] = np.ones((4, 16), np.int32)
-    rows["positions"] = np.tile(np.arange(16, dtype=np.int32), (4, 1))
-    losses = []
+    losses, rows = [], some_rows()
     for _ in range(2):
         losses.append(float(client.forward_backward(rows)["loss"]))
         client.optim_step(lr=1e-2)

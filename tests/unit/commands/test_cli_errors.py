@@ -1,10 +1,12 @@
 """Law: a mistake a user can mend is one line on standard error, exit code 2, and no run folder."""
 
 import logging
+import os
 import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,8 +115,18 @@ def test_checkpoint_of_another_architecture_names_the_first_differing_field(star
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
+    command = [sys.executable, "-m", "mjax.cli", "--help"]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ)
+    line = "mjax: error: the output: No space left on device; make room\n"
+    assert (run.returncode, run.stderr) == (2, line)
+
+
 INTERRUPTED = """
-import gc, signal, sys, time
+import gc, pathlib, signal, sys, time
 from mjax.errors import or_user_error, run_cli
 
 def interrupt(*_):
@@ -139,20 +151,14 @@ def in_an_extra():
     with or_user_error("install it", ImportError):
         in_an_import()
 
-def in_a_start():  # of jax, which drops all
+def in_a_start():  # of jax, which logs whatever ends that of a plugin
+    plugin = pathlib.Path("jax_plugins/struck/__init__.py")
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("import signal\\ndef initialize(): signal.raise_signal(signal.SIGINT)\\n")
+    sys.path.append("")
     import jax
-    from mjax.errors import CommandParser
-    from mjax.run.command import train_command
-
-    def start():
-        try:
-            interrupt()
-        except BaseException:
-            return "cpu"
-
-    jax.default_backend = start
-    sys.argv = ["train", "data.mock=true", "--dry-run"]
-    return train_command(CommandParser("train"))
+    jax.devices()
+    return 1
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 run_cli(globals()[sys.argv[1]])
@@ -163,7 +169,10 @@ WHERE = "in_the_command in_a_callback in_an_import in_an_extra in_a_start"
 
 
 @pytest.mark.parametrize("where", WHERE.split())
-def test_an_interrupt_is_one_line_wherever_it_comes(where):
+def test_an_interrupt_is_one_line_wherever_it_comes(where, tmp_path):
     command = [sys.executable, "-c", INTERRUPTED, where]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ
+    )
     assert (run.returncode, run.stderr.lstrip()) == (130, "mjax: interrupted\n")

@@ -13,6 +13,9 @@ from pyarrow import parquet
 
 from mjax.data import preview
 from mjax.data.base.best_fit import packed
+from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.conversations.answer_records import PAIRS
+from mjax.data.conversations.answer_rows import read_answers
 from mjax.data.conversations.records import read_records, source_files
 from mjax.errors import UserError
 from tests.chats import (
@@ -20,6 +23,7 @@ from tests.chats import (
     END,
     MARKED,
     START,
+    chat_config,
     chats,
     learned,
     turns,
@@ -30,6 +34,9 @@ from tests.chats import (
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLED = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+PAIR = "chosen", "rejected"
 
 
 def chatml(*turns: tuple[str, str]) -> str:
@@ -278,6 +285,21 @@ def test_templates_that_would_train_what_is_wrong_are_refused(template, key, sai
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("broken", ["refuse", "skip"])
+def test_a_missing_template_is_no_fault_of_a_record_that_may_be_skipped(broken, tmp_path):
+    records = [{"prompt": "a", "completion": "b"}, turns("hi", "yo")]
+    key = f"data.conversations.broken={broken}"
+    with pytest.raises(UserError) as e:
+        chats(tmp_path, records, key, template=None)
+    ways = "put chat_template.jinja there, or give plain text; texts of prompt and completion need"
+    assert ways in str(e.value) and "broken=skip" not in str(e.value)
+    path = write_lines(tmp_path / "pairs.jsonl", [{k: turns("hi", k)["messages"] for k in PAIR}])
+    cfg = chat_config(tmp_path, path, key, template=None)
+    with pytest.raises(UserError) as e:
+        read_answers(path, cfg, load_tokenizer(cfg.data.tokenizer), PAIRS)
+    assert ways in str(e.value) and "broken=skip" not in str(e.value)
+
+
 def test_a_template_that_rewrites_may_train_the_last_answer(tmp_path):
     data = chats(
         tmp_path,
@@ -404,3 +426,8 @@ def test_the_preview_shows_the_mask_and_counts_what_is_lost(tmp_path, capsys):
     assert "4 records, 1 left out as broken" in said and ":3: messages: List should" in said
     assert "2; 1 are cut to data.seq_length=64, 1 dropped;" in said and "58 of answers" in said
     assert "2 rows" in said
+    with pytest.raises(UserError, match="a preview of -1 rows: give a number from 0"):
+        preview.main([*keys, "--rows", "-1"])
+    empty = write_lines(tmp_path / "empty.jsonl", [""])
+    with pytest.raises(UserError, match="empty.jsonl: holds no record; give a file that has some"):
+        preview.main([*keys, f"data.conversations.path={empty}"])

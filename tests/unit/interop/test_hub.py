@@ -31,6 +31,7 @@ from mjax.models import definition_of
 from mjax.post.sft import sft_defaults
 from mjax.run.loop import train
 from mjax.serve.options import read_options
+from mjax.train.trainer import Trainer
 from tests.hub_server import FakeModel, fake_hub
 from tests.marks import slow
 
@@ -171,6 +172,26 @@ def test_a_family_that_is_not_read_is_refused_before_its_weights_are_fetched(hub
     files["config.json"] = json.dumps({"model_type": "unheard_of"}).encode()
     assert "model_type='unheard_of'" in line_of("import", "--hf", "org/tiny", "--out", "ckpt")
     assert not hub.sent.keys() & weights_of(exported) and not Path("ckpt").exists()
+
+
+def test_another_model_is_refused_by_its_config_before_its_weights_are_fetched(hub, exported):
+    """Only what tensors decide waits for them: tied embeddings here, which the run has not."""
+    run = {"checkpoint": {"init_from": "org/tiny"}, "data": {"mock": True, "seq_length": 16}}
+    model = TINY.model_dump(exclude_defaults=True)
+    Path("tiny.yaml").write_text(json.dumps(run | {"model": model}))
+
+    def start(*keys: str) -> None:
+        Trainer(load("tiny.yaml", [*keys])).checkpoints.start_sources()
+
+    line = "the weights in org/tiny are of a model with hidden_size=32, but this run has "
+    with pytest.raises(UserError, match=line):
+        start("model.hidden_size=64")
+    wider = "model.vocab_size=130", "model.vocab_multiple=1"
+    with pytest.raises(UserError, match="or name vocab_size in checkpoint.init_changes"):
+        start(*wider)
+    assert not hub.sent.keys() & weights_of(exported)
+    start(*wider, "checkpoint.init_changes=[vocab_size]", "model.tie_word_embeddings=true")
+    assert hub.sent.keys() >= weights_of(exported)
 
 
 def test_revisions(hub, exported):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
-from mjax.kernels.base.chooser import Device, believed, has_triton
+from mjax.kernels.base.chooser import Device, believed
+from mjax.kernels.base.device_facts import has_triton
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_recipes import Block128, MxFp8, NvFp4
 from mjax.kernels.fp8.blocks import FORMATS, multiply_blocks, round_blocks, round_to_format

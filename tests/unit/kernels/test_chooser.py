@@ -8,7 +8,8 @@ import pytest
 from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.base.attention_call import AttentionCall
-from mjax.kernels.base.chooser import MOST_SCRATCH, NO_GPU, RULES, Device, believed
+from mjax.kernels.base.chooser import MOST_SCRATCH, NO_GPU, RULES, Device, believed, this_device
+from mjax.kernels.base.device_facts import rounded_memory
 from mjax.plan.kernel_lines import (
     attention_choices,
     document_lines,
@@ -255,6 +256,32 @@ def test_a_run_lists_every_op_once():
     assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"} - by_key - serving)
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")
+
+
+@pytest.mark.parametrize(
+    "size, images, memory, name",
+    [
+        (16384, 64, None, "cudnn"),  # 4 x 16384 x 16 x (80 + 1) x 64 bytes = 5.4 GB
+        (16384, 64, 2**37, "cudnn"),
+        (16384, 64, 2**34, "xla"),  # of 17 GB; 1024 scores are fewer than 80 x 64 gradients
+        (16384, 202, 2**36, "cudnn"),  # 17.16 GB of 68.7, a quarter of which is 17.18
+        (16384, 203, 2**36, "xla"),
+        (16385, 64, 2**34, "cudnn"),  # no whole chunks: 16385 scores are more than 80 x 64
+        (16384, 205, None, "xla"),  # 16384 scores are fewer than 80 x 205
+        (65536, 512, 2**37, "xla"),  # 174 GB
+    ],
+)
+def test_scratch_memory_of_packed_images_is_at_most_a_quarter(size, images, memory, name):
+    call = AttentionCall(scale=1.0, mask="full", max_documents=images)
+    device = Device("gpu", hopper=True, memory=memory)
+    found = choose("attention", jnp.bfloat16, (1, size, 16, 80), device, call=call)
+    assert found.name == name, found
+
+
+def test_the_memory_of_a_device_is_rounded_so_that_all_processes_choose_alike():
+    near = 138_692_558_848
+    assert rounded_memory(near) == rounded_memory(near + 2**28) == 2**37
+    assert rounded_memory(None) is None and this_device().memory is None  # a CPU
 
 
 def test_a_plan_says_from_how_many_documents_on_attention_gets_another_kernel():

@@ -166,7 +166,7 @@ def test_reference_attention_equals_loops(case, monkeypatch):
     with jax.enable_x64(True):
         run = of_case(call, arrays, k.shape[1])
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
-        monkeypatch.setattr(kernel, "_QUERY_CHUNK", 4)
+        monkeypatch.setattr(kernel, "QUERY_CHUNK", 4)
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
         monkeypatch.setattr(kernel, "_FEWEST_NEAR", 1)  # blocks of a window, of the keys near by
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
@@ -205,7 +205,7 @@ def test_one_query_to_a_cache_equals_loops(case):
 @pytest.mark.parametrize("mask", ["causal", "full", "prefix", "cross", "window"])
 def test_gradients_are_the_differences_of_loops(mask, chunk, monkeypatch):
     """Along a random direction, by central differences in fp64; value heads of another size."""
-    monkeypatch.setattr(kernel, "_QUERY_CHUNK", chunk)
+    monkeypatch.setattr(kernel, "QUERY_CHUNK", chunk)
     monkeypatch.setattr(kernel, "_FEWEST_NEAR", chunk // 4)
     kind = {"mask": "full", "window": 3} if mask == "window" else {"mask": mask}
     *qkv, call, arrays = drawn({**kind, "segments": True, "value": 3})

@@ -60,7 +60,9 @@ def test_a_plan_leaves_this_machine_as_it_was():
     with_memory_kind = jax.sharding.NamedSharding.with_memory_kind
     with pytest.raises(UserError), as_on(named_chips()["b200"]):
         triton, is_new = chooser.has_triton(), jax.__version_info__ >= (0, 11)
-        assert chooser.this_device() == chooser.Device("gpu", triton=triton, blackwell=is_new)
+        assert chooser.this_device() == chooser.Device(
+            "gpu", triton=triton, blackwell=is_new, memory=2**37
+        )
         raise UserError("a mistake")
     assert chooser.this_device() == before
     assert jax.sharding.NamedSharding.with_memory_kind is with_memory_kind

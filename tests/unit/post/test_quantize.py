@@ -85,6 +85,7 @@ def test_both_perplexities_are_printed_and_weights_are_near(
     write_weights(tmp_path / "model", array_source(cfg, params), definition.specs)
     text = folder / "text"
     words = ["--scheme", "int4_group128", "--calibrate", text, "--evaluate", text, "--samples", 4]
+    words += ["--seq-length", 512]  # the default, beyond the 64 of the model
     assert run(monkeypatch, tmp_path, *words, *options.split()) == 0
     out = capsys.readouterr().out
     before, after = map(float, re.search(r": ([0-9.]+) before, ([0-9.]+) after", out).groups())
