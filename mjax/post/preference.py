@@ -9,7 +9,7 @@ import argparse
 from mjax.config.schema.run import Config
 from mjax.data.preview import add_preview, preview
 from mjax.errors import CommandParser, UserError, run_cli
-from mjax.post.sft import keys_of, sft_defaults
+from mjax.post.sft import sft_defaults
 from mjax.run.command import train_command
 
 PREFERENCE_RATE = 1e-6
