@@ -18,15 +18,15 @@ from tools.precision_curves import (
 
 def test_a_seed_ends_before_the_next_begins_and_its_runs_differ_by_recipe_alone(tmp_path):
     found = list(trainings(tmp_path, 2, 100, ["data.seq_length=128"]))
-    assert [training.name for training in found[:3]] == ["bf16_1", "block128_1", "current_1"]
-    assert [training.name[-1] for training in found] == ["1"] * 6 + ["2"] * 6
+    assert [training.name for training in found[:3]] == ["bf16_1", "control_1", "block128_1"]
+    assert [training.name[-1] for training in found] == ["1"] * 7 + ["2"] * 7
     assert all(training.steps == 100 for training in found)
     plain = set(found[0].arguments)
-    for training in found[1:6]:
+    for training in found[1:7]:
         name = training.name.removesuffix("_1")
         assert set(training.arguments) - plain == set(RECIPES[name].keys)
         assert plain <= set(training.arguments)
-    assert plain.symmetric_difference(found[6].arguments) == {"run.seed=1", "run.seed=2"}
+    assert plain.symmetric_difference(found[7].arguments) == {"run.seed=1", "run.seed=2"}
 
 
 def test_four_fifths_of_all_flops_are_of_four_bits(tmp_path):
@@ -38,7 +38,7 @@ def test_four_fifths_of_all_flops_are_of_four_bits(tmp_path):
     whole = 14 * (layer + attention) + 512 * VOCABULARY
     np.testing.assert_allclose(found["mxfp8"], 14 * layer / whole, rtol=1e-3)
     np.testing.assert_allclose(found["nvfp4"], 12 * layer / whole, rtol=1e-3)
-    assert found["nvfp4"] >= 0.8
+    assert found["nvfp4"] >= 0.8 and found["control"] == 0
 
 
 def made_up(name: str, losses: list[float]) -> Run:
