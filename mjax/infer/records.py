@@ -382,7 +382,8 @@ StepInputs = tuple[StepTokens, np.ndarray]  # tokens of a step, and its records 
 
 
 class DrawInputs(NamedTuple):
-    """The inputs of a step's draws besides logits: its tokens, records int32 [R, C] and rules."""
+    """The inputs of a step's draws besides logits: its tokens, records int32 [R, C], rules, and
+    the kind of its draws."""
 
     tokens: StepTokens
     records: np.ndarray

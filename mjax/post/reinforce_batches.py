@@ -88,7 +88,7 @@ class RolloutSetup:
 
     @cached_property
     def policy(self) -> PolicyEngine:
-        """The engine, which has no weights yet."""
+        """The engine, without weights until `take_weights`."""
         rows = answers_at_once(self.trainer.cfg.reinforce)
         return PolicyEngine(self.trainer, self.tokenizer, self.ends, self.max_length, rows)
 
@@ -173,7 +173,8 @@ class RolloutSetup:
 
 
 def _max_length(cfg: Config) -> int:
-    """The tokens of a transcript at most: one more than the places of a row, as labels need."""
+    """The tokens of a transcript at most: one more than the places of a row, as labels need, and no
+    more than positions of the model."""
     model, longest = cfg.model, cfg.data.seq_length + 1
     if model.position_embedding == "relative":
         return longest

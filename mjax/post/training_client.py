@@ -165,7 +165,7 @@ class TrainingClient:
     # ---- sampling --------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _setup(self) -> RolloutSetup:
+    def _rollout_setup(self) -> RolloutSetup:
         if self.trainer.cfg.data.tokenizer is None:
             raise UserError("data.tokenizer: the engine needs one; name a file or byte")
         return RolloutSetup(self.trainer)
@@ -178,10 +178,10 @@ class TrainingClient:
         The default params are reinforce.sampling and max_new_tokens. The noise of an answer is a
         function of run.seed, the number of its prompt since step 0, and its own number.
         """
-        settings, policy = self.trainer.cfg.reinforce, self._setup.policy
+        settings, policy = self.trainer.cfg.reinforce, self._rollout_setup.policy
         if params is None:
             most = {"max_tokens": settings.max_new_tokens}
-            params = self._setup.params.model_copy(update=most)
+            params = self._rollout_setup.params.model_copy(update=most)
         engine, rollouts = policy.take_weights(), []
         try:
             for group, ids in enumerate(prompts, start=self.sampled):
@@ -238,8 +238,8 @@ class TrainingClient:
         self._forget()
         record = restored_record(self.trainer).get("batches", {})
         self.sampled = record.get("client", {}).get("sampled", 0)
-        if "_setup" in self.__dict__:
-            self._setup.policy.expire()
+        if "_rollout_setup" in self.__dict__:
+            self._rollout_setup.policy.expire()
         return self.trainer.step_number
 
 

@@ -13,7 +13,7 @@ from mjax.train.step import Program, State
 
 
 def kto_divergence(program: Program, state: State, batch: Batch) -> jax.Array:
-    """max(0, mean of log p / p_ref), fp32 [b]: the same number for each row.
+    """max(0, mean of log(p / p_ref)), fp32 [b]: the same number for each row.
 
     The mean is over the answers of the global batch that stand beside prompts that are not theirs.
     Their value in "answer_values" is 0 (arXiv 2402.01306, as TRL computes it).

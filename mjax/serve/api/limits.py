@@ -199,7 +199,8 @@ class EventStream(Response):
     """A first event and others until their end, then [DONE]; or up to an error as the last event.
 
     It stops when the caller is gone or takes nothing for `slow` seconds, up to a quarter more.
-    `deadline`: the loop's time at which the request is late. `as_error`: what is sent of an error.
+    `deadline`: the loop's time at which the request is late. `as_error` makes of an
+    exception the error that is sent.
     """
 
     def __init__(

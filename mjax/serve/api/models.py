@@ -117,4 +117,4 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Embed texts."""
         work = _embedded(service, body)
-        return json_reply(await service.within(request, service.deadline(body.timeout), work))
+        return json_reply(await service.within(request, service.late_at(body.timeout), work))

@@ -119,7 +119,7 @@ class Reply:
     async def respond(self) -> Response:
         """The response, or an error with its status if nothing has been sent."""
         service, request = self.service, self._request
-        deadline = service.deadline(self.body.timeout)
+        deadline = service.late_at(self.body.timeout)
         await service.within(request, deadline, self.prepare())
         headers = {"X-Request-Id": self.id}
         if not self.body.stream:

@@ -78,7 +78,7 @@ class Service:
         is_free = header and usable and usable not in self.running
         return usable if is_free else f"{kind}-{uuid.uuid4().hex}"
 
-    def deadline(self, timeout: float | None) -> float | None:
+    def late_at(self, timeout: float | None) -> float | None:
         """The loop's time at which a request that comes now is late; `timeout`: its own seconds."""
         limits = [limit for limit in (self.options.deadline, timeout) if limit is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None

@@ -83,7 +83,7 @@ class OneTurn:
         return Turn((), None, 1.0 if self.is_equal(state) else float(ids[0] % 2))
 
 
-class Judging:
+class Calls:
     """Workers in this process that answer when they are asked, in the given order."""
 
     def __init__(self, environment, backwards=False):
@@ -114,10 +114,10 @@ class Policy:
 
 def collector(environment, **more):
     plan = {"seed": 3, "group_size": 2, "params": SamplingParams(temperature=1.0)}
-    judges = Judging(environment, more.pop("backwards", False))
+    environments = Calls(environment, more.pop("backwards", False))
     bank = more.pop("bank", Bank())
     plan |= {"max_new_tokens": 6, "max_length": 20} | more
-    return Collector(Policy(), lambda: judges, DrawingPlan(**plan), bank).__enter__()
+    return Collector(Policy(), lambda: environments, DrawingPlan(**plan), bank).__enter__()
 
 
 def listed(groups):
