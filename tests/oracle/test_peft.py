@@ -10,10 +10,11 @@ import transformers
 from mjax.checkpoint.base.source import flat
 from mjax.checkpoint.merged import merged
 from mjax.interop.huggingface.families.engine import slots
+from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.peft.adapter_writer import write_adapter
-from mjax.interop.peft.modules import modules_of, with_family
+from mjax.interop.peft.modules import TAKEN_FOR_EXPERTS, WITH_OLD_EXPERTS, modules_of, with_family
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
 from tests.adapters import drawn_adapters, of_matmuls
@@ -82,6 +83,29 @@ OF_PEFT = {
     ),
     "down_of_experts": ("qwen3_moe", dict(target_parameters=["experts.down_proj"], r=2)),
     "interleaved_experts": ("gpt_oss", dict(target_parameters=["experts.gate_up_proj"], r=2)),
+    "parts_of_deltanet": (
+        "qwen3_5",
+        dict(
+            target_modules=["in_proj_qkv", "in_proj_z", "in_proj_b"],
+            rank_pattern={"in_proj_z": 3},
+            alpha_pattern={"in_proj_qkv": 7},
+        ),
+    ),
+    "dora_of_parts": (
+        "qwen3_5",
+        dict(target_modules=["in_proj_qkv", "in_proj_z", "in_proj_a", "q_proj"], use_dora=True),
+    ),
+    "names_of_old_experts": (
+        "hunyuan_v1_moe",
+        dict(target_modules=["gate_proj", "up_proj", "down_proj", "q_proj"], r=2),
+    ),
+    "shared_experts": (
+        "hunyuan_v1_moe",
+        dict(
+            target_parameters=["shared_mlp.down_proj.weight", "shared_mlp.gate_proj.weight"],
+            target_modules=["wg"],
+        ),
+    ),
     "all_linear": ("bamba", dict(target_modules="all-linear", exclude_modules=["conv1d"])),
 }
 QUICK_OF_PEFT = ("patterns", "dora", "saved_whole", "one_a_for_fused", "experts")
@@ -105,6 +129,16 @@ def test_what_peft_writes_is_merged(name, tmp_path):
     write_adapter(tmp_path / "again", cfg, specs, adapters)
     again = peft.PeftModel.from_pretrained(make(case), tmp_path / "again").eval()
     assert_near(logits_of(again), logits_of(adapted))
+
+
+def test_families_whose_modules_peft_takes_for_experts_are_known():
+    mapping = pytest.importorskip("peft.utils.transformers_weight_conversion")
+    like = mapping._MODEL_TO_CONVERSION_PATTERN  # model_type -> that whose experts it has
+    taken = {name for name in FAMILIES if like.get(name) == "qwen2_moe"}
+    assert taken and taken <= WITH_OLD_EXPERTS
+    others = {like.get(name) for name in FAMILIES} & set(mapping._MOE_TARGET_MODULE_MAPPING)
+    assert others <= {"qwen2_moe", "mixtral"}  # nothing outside of Mixtral's experts is w1, w2, w3
+    assert set(mapping._MOE_TARGET_MODULE_MAPPING["qwen2_moe"]) == {"gate", *TAKEN_FOR_EXPERTS}
 
 
 _SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)

@@ -4,6 +4,7 @@ Invariants: every tensor of a file has a place or the file is refused. Reading w
 `adapter_writer.py` wrote gives the arrays that it had.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,15 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import read_slot, real_specs, tensor_shapes
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, AdapterConfig, read_adapter_config
-from mjax.interop.peft.modules import Module, ModulePart, modules_of, with_family, wrapped_in_order
+from mjax.interop.peft.modules import (
+    ALL,
+    Module,
+    ModulePart,
+    Rows,
+    modules_of,
+    with_family,
+    wrapped_in_order,
+)
 from mjax.interop.peft.pair import (
     ADAPTER_WEIGHTS,
     KEY_PREFIX,
@@ -30,6 +39,7 @@ from mjax.interop.peft.pair import (
     names_in_memory,
     place_of_batch,
     scaled_b,
+    side_by_side,
 )
 from mjax.models.base.adapted import part_path, part_shapes
 from mjax.sharding.spec import ParamSpec
@@ -51,16 +61,17 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
     found, whole = _sorted_keys(tensors)
     of = real_specs(cfg, specs)
     named = modules_of(cfg, specs), modules_of(cfg, specs, in_files=True)
-    parts: dict[Leaf, dict[tuple[int, ...], LowRank]] = {}
+    parts: dict[Leaf, dict[tuple[int, ...], list[tuple[Rows, LowRank]]]] = {}
     for key, group in found.items():
         module = _module_of_key(folder, key, named, config, found)
         pair = _read_pair(module, group, config)
         for part, own in _apart(module, pair):
             for number, batch in enumerate(part.batches):
                 here = replace(own, a=own.a[number : number + 1], b=own.b[number : number + 1])
-                if batch in parts.setdefault(part.path, {}):
+                beside = parts.setdefault(part.path, {}).setdefault(batch, [])
+                if any(part.outputs == outputs for outputs, _ in beside):
                     raise UserError(f"{folder}: {key} is adapted twice; copy the adapter again")
-                parts[part.path][batch] = here
+                beside.append((part.outputs, here))
     arrays, scales = {}, {}
     full = flat(specs)
     for path, batches in parts.items():
@@ -197,17 +208,18 @@ def _arrays_of_weight(
     path: Leaf,
     spec: ParamSpec,
     real: ParamSpec,
-    batches: Mapping[tuple[int, ...], LowRank],
+    batches: Mapping[tuple[int, ...], list[tuple[Rows, LowRank]]],
     dora: bool,
 ) -> tuple[dict[Leaf, np.ndarray], float]:
-    """(arrays of the adapter of a weight by path, its scale) of those of its matrices."""
-    pairs = list(batches.values())
+    """(arrays of the adapter of a weight by path, its scale) of those of its matrices' outputs."""
+    inputs, outputs = (tuple(real.shape[axis] for axis in axes) for axes in real.matrix_view()[1:])
+    of_each = {batch: _of_matrix(math.prod(outputs), found) for batch, found in batches.items()}
+    pairs = list(of_each.values())
     scale, dtype = pairs[0].scale, common_dtype(pairs)
     shapes = part_shapes(spec, max(pair.rank for pair in pairs))
     names = ADAPTER_PARTS if dora else ADAPTER_PARTS[:2]
     arrays = {name: np.zeros(shapes[name], dtype) for name in names}
-    inputs, outputs = (tuple(real.shape[axis] for axis in axes) for axes in real.matrix_view()[1:])
-    for batch, pair in batches.items():
+    for batch, pair in of_each.items():
         lead, half = place_of_batch(spec, batch)
         own = {name: array[lead] for name, array in arrays.items()}
         if half is not None:
@@ -221,6 +233,12 @@ def _arrays_of_weight(
         if dora:
             own["magnitude"][...] = pair.magnitude.reshape(1, *outputs)
     return {part_path(path, name): array for name, array in arrays.items()}, scale
+
+
+def _of_matrix(outputs: int, found: list[tuple[Rows, LowRank]]) -> LowRank:
+    """The adapter of a matrix of those of its outputs."""
+    rows, pair = found[0]
+    return pair if rows == ALL else side_by_side(outputs, found)
 
 
 def _view_of_half(array: np.ndarray, name: str, half: int, spec: ParamSpec) -> np.ndarray:

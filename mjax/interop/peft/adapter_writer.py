@@ -1,7 +1,8 @@
 """Adapters written as a folder that PEFT loads.
 
 A matrix of PEFT may be several of mjax side by side (Phi-3's qkv_proj). Its adapter is then theirs:
-A is stacked along the rank and B is block-diagonal; adapters that share an A keep one A. Ranks that
+A is stacked along the rank and B is block-diagonal; adapters that share an A keep one A. A matrix
+of mjax may be several of PEFT (Qwen3.5's in_proj_b and in_proj_a), which all get its A. Ranks that
 are zero at both ends are padding and are not written.
 """
 
@@ -30,10 +31,9 @@ from mjax.interop.peft.pair import (
     KEY_PREFIX,
     LowRank,
     axis_of_half,
-    common_dtype,
     names_in_memory,
     place_of_batch,
-    scaled_b,
+    side_by_side,
 )
 from mjax.sharding.spec import ParamSpec
 
@@ -109,35 +109,31 @@ def _pair_of_module(
     for part in module.parts:
         if part.path in adapters.scales:
             pair = _pair_of_part(part, adapters, of[part.path], module.role).trimmed()
-            if pair.rank:
-                found.append((part, pair))
+            if pair.rank and (pair.magnitude is None or np.any(pair.magnitude)):
+                found.append((part.rows, pair))
     if not found:
         return None
-    length = None
     if adapters.dora:
         if len(found) < len(module.parts) or module.experts > 1 or module.role != "matrix":
             raise UserError(
                 f"adapter: PEFT has no DoRA for experts, tables or some parts of a module, as for "
                 f"{module.name}; merge it (mjax convert merge), or train without lora.dora"
             )
-        length = np.empty(module.outputs, found[0][1].magnitude.dtype)
-        for part, pair in found:
-            length[part.rows] = pair.magnitude
-    return replace(_side_by_side(module, found), magnitude=length)
+    return side_by_side(module.outputs, found)
 
 
 def _pair_of_part(part: ModulePart, adapters: Adapters, spec: ParamSpec, role: str) -> LowRank:
     """The adapter of one matrix of mjax, or of one of each expert, as PEFT has it."""
     matrices = [_matrices_of_batch(part.path, batch, adapters, spec) for batch in part.batches]
     a = np.stack([matrix["a"] for matrix in matrices])
-    b = np.stack([matrix["b"] for matrix in matrices])
+    b = np.stack([matrix["b"] for matrix in matrices])[:, part.outputs]
     if role in ("embedding", "head"):  # without the rows that pad the vocabulary
         a = a[:, :, : spec.shape[0]]
     if role == "head":
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
     pair = LowRank(a, b, adapters.scales[part.path])
     if adapters.dora:
-        length = matrices[0]["magnitude"][:, 0]
+        length = matrices[0]["magnitude"][part.outputs, 0]
         pair = replace(pair, magnitude=length)
     return pair
 
@@ -161,27 +157,6 @@ def _matrices_of_batch(
         rows = array.reshape(-1, array.shape[-1]) if name == "a" else array.reshape(len(array), -1)
         found[name] = rows.T
     return found
-
-
-def _side_by_side(module: Module, found: list[tuple[ModulePart, LowRank]]) -> LowRank:
-    """One adapter of a module of those of its parts."""
-    pairs = [pair for _, pair in found]
-    first, each = pairs[0], max(pair.rank for pair in pairs)
-    shares_a = all(_has_same_a(pair, first) for pair in pairs)
-    rank = each if shares_a else each * len(pairs)
-    dtype = common_dtype(pairs)
-    a = np.zeros((module.experts, rank, module.inputs), dtype)
-    b = np.zeros((module.experts, module.outputs, rank), dtype)
-    for i, (part, pair) in enumerate(found):
-        at = 0 if shares_a else i * each
-        ranks = slice(at, at + pair.rank)
-        a[:, ranks] = pair.a
-        b[:, part.rows, ranks] = scaled_b(pair.b, pair.scale / first.scale)
-    return LowRank(a, b, first.scale)
-
-
-def _has_same_a(pair: LowRank, other: LowRank) -> bool:
-    return pair.scale == other.scale and np.array_equal(pair.a, other.a)
 
 
 def _tensors_of(key: str, module: Module, pair: LowRank) -> Iterator[tuple[str, np.ndarray]]:

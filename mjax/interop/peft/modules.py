@@ -5,6 +5,7 @@ files have: experts in one parameter, some modules under other names. PEFT's fil
 `in_memory` turns the latter into them.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,25 +52,28 @@ _RENAMED = {
 }
 # In these models PEFT takes every module of these names for an expert of older files, and drops it.
 # As a parameter it is adapted all the same.
-_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_WITH_OLD_EXPERTS = frozenset(
-    """deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hy_v3 kimi_k2
-    olmoe qwen2_moe qwen3_moe qwen3_next solar_open""".split()
+TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+WITH_OLD_EXPERTS = frozenset(
+    """deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe
+    hy_v3 kimi_k2 olmoe qwen2_moe qwen3_moe qwen3_next solar_open""".split()
 )
 
 Rows = slice | list[int]
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class ModulePart:
-    """Rows of a module's outputs that are a matrix of mjax, or one of each expert.
+    """Rows of a module's outputs that are a matrix of mjax or a part of it, or one of each expert.
 
     batches: for each expert, or once, the matrix's index along the enumerating axes of the weight.
+    outputs: those of the matrix that the rows are, in their order; others lie in other modules.
     """
 
     path: Leaf
     batches: tuple[tuple[int, ...], ...]
     rows: Rows
+    outputs: Rows
 
     @property
     def first_row(self) -> int:
@@ -100,7 +104,7 @@ class Module:
 
     def target(self, cfg: ModelConfig) -> tuple[str, bool]:
         """(the name by which PEFT finds it, whether as a parameter)."""
-        is_taken = self.name.endswith(_TAKEN_FOR_EXPERTS) and cfg.model_type in _WITH_OLD_EXPERTS
+        is_taken = self.name.endswith(TAKEN_FOR_EXPERTS) and cfg.model_type in WITH_OLD_EXPERTS
         if self.is_parameter or not is_taken:
             return self.name, self.is_parameter
         return f"{self.name}.weight", True
@@ -131,8 +135,7 @@ def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[st
     modules: dict[str, Module] = {}
     of = real_specs(cfg, specs)
     for path, places in slots(cfg, specs).items():
-        last = {slot.batch: slot for slot in places if slot.part is None}
-        for slot in last.values():
+        for slot in {slot.piece: slot for slot in places}.values():
             found = _module_of(cfg, path, of[path], slot, in_files)
             if found is not None:
                 before = modules.get(found.name)
@@ -143,8 +146,8 @@ def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[st
 def _module_of(
     cfg: ModelConfig, path: Leaf, spec: ParamSpec, slot: Slot, in_files: bool
 ) -> Module | None:
-    """The module of one matrix, with the part that this matrix is."""
-    sizes = _sizes_of_matrix(spec, slot)
+    """The module of one matrix or of a part of it, with the part that this is."""
+    sizes = _sizes_of_matrix(slot.spec_of(spec), slot)
     if sizes is None:
         return None
     (inputs, outputs), start = sizes, slot.start
@@ -164,9 +167,9 @@ def _module_of(
         return None
     stop = start + slot.row(outputs - 1) - slot.start + 1
     rows: Rows = slice(start, stop, slot.step)
-    if slot.block > 1:
+    if slot.block > 1 or slot.part is not None:
         rows = [slot.row(i) for i in range(outputs)]
-    part = ModulePart(path, (slot.batch,), rows)
+    part = ModulePart(path, (slot.batch,), rows, _outputs_of(spec, slot))
     transposed = bool(slot.axis) and not is_parameter
     return Module(name, spec.role, inputs, stop, (part,), is_parameter, transposed)
 
@@ -190,6 +193,15 @@ def _sizes_of_matrix(spec: ParamSpec, slot: Slot) -> tuple[int, int] | None:
     return size(inputs), size(outputs)
 
 
+def _outputs_of(spec: ParamSpec, slot: Slot) -> Rows:
+    """The outputs of a matrix of mjax that a slot has; a part is of its last axis."""
+    if slot.part is None:
+        return ALL
+    _, first, end = slot.part
+    width, count = spec.shape[-1], math.prod(spec.shape[axis] for axis in spec.matrix_view()[2])
+    return [i for i in range(count) if first <= i % width < end]
+
+
 def _with_part(module: Module, other: Module) -> Module:
     """Two parts of one module as one: rows side by side, or further experts."""
     parts = list(module.parts)
@@ -198,10 +210,19 @@ def _with_part(module: Module, other: Module) -> Module:
         if (part.path, part.rows) == (new.path, new.rows):
             parts[i] = replace(part, batches=(*part.batches, *new.batches))
             break
+        if (part.path, part.batches) == (new.path, new.batches):
+            rows, outputs = _joined(part.rows, new.rows), _joined(part.outputs, new.outputs)
+            parts[i] = replace(part, rows=rows, outputs=outputs)
+            break
     else:
         parts.append(new)
     parts.sort(key=lambda part: part.first_row)
     return replace(module, parts=tuple(parts), outputs=max(module.outputs, other.outputs))
+
+
+def _joined(rows: Rows, others: Rows) -> Rows:
+    assert isinstance(rows, list) and isinstance(others, list), (rows, others)
+    return rows + others
 
 
 def keys_of(modules: Mapping[str, Module], adapted: set[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The adapter of one module of PEFT, or of one part of it, between both layouts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import tensor_shapes
-from mjax.interop.peft.modules import in_memory
+from mjax.interop.peft.modules import Rows, in_memory
 from mjax.sharding.spec import ParamSpec
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -62,6 +62,33 @@ def axis_of_half(spec: ParamSpec) -> int:
 def scaled_b(b: np.ndarray, factor: float) -> np.ndarray:
     """b times a factor, in fp32 unless that is one."""
     return b if factor == 1 else b.astype(np.float32) * np.float32(factor)
+
+
+def side_by_side(outputs: int, found: Sequence[tuple[Rows, LowRank]]) -> LowRank:
+    """One adapter of a matrix of those of its rows, which stack their ranks or share an A.
+
+    outputs: the rows of the matrix; those that none has get zeros.
+    """
+    pairs = [pair for _, pair in found]
+    first, each = pairs[0], max(pair.rank for pair in pairs)
+    shares_a = all(_has_same_a(pair, first) for pair in pairs)
+    rank = each if shares_a else each * len(pairs)
+    dtype, (experts, _, inputs) = common_dtype(pairs), first.a.shape
+    a = np.zeros((experts, rank, inputs), dtype)
+    b = np.zeros((experts, outputs, rank), dtype)
+    length = None if first.magnitude is None else np.zeros(outputs, first.magnitude.dtype)
+    for i, (rows, pair) in enumerate(found):
+        at = 0 if shares_a else i * each
+        ranks = slice(at, at + pair.rank)
+        a[:, ranks] = pair.a
+        b[:, rows, ranks] = scaled_b(pair.b, pair.scale / first.scale)
+        if length is not None:
+            length[rows] = pair.magnitude
+    return LowRank(a, b, first.scale, length)
+
+
+def _has_same_a(pair: LowRank, other: LowRank) -> bool:
+    return pair.scale == other.scale and np.array_equal(pair.a, other.a)
 
 
 def names_in_memory(cfg: ModelConfig, specs: dict) -> dict[str, str]:

@@ -53,6 +53,17 @@ MODELS = {
         "model.moe.num_experts_per_tok=2",
         "model.moe.moe_intermediate_size=8",
     ],
+    "qwen3_5": [
+        "model.model_type=qwen3_5_text",
+        "model.layer_pattern='deltanet+mlp, full+mlp'",
+        "model.norm_zero_centered=true",
+        "model.attention.qk_norm=true",
+        "model.attention.attention_output_gate=true",
+        "model.deltanet.linear_num_key_heads=2",
+        "model.deltanet.linear_num_value_heads=4",
+        "model.deltanet.linear_key_head_dim=6",
+        "model.deltanet.linear_value_head_dim=5",
+    ],
 }
 # Experts in files of transformers 4: the list of modules, and the names of gate, up and down.
 LISTED = {
@@ -76,7 +87,7 @@ def source_of_arrays(cfg, arrays: dict) -> Source:
     return Source(cfg, lambda path, index: arrays[path][index], lambda: None)
 
 
-@pytest.mark.parametrize("name", quick(MODELS, 1, 2))
+@pytest.mark.parametrize("name", quick(MODELS, 1, 2, 4))
 def test_reading_what_was_written_gives_the_same_bytes(name, tmp_path):
     cfg, specs = model(name)
     adapters = drawn_adapters(specs, dropout=0.0, base="there")
@@ -113,6 +124,37 @@ def test_a_module_of_several_matrices_has_their_adapters_side_by_side(tmp_path):
     of_kv = adapters.part((*at, "kv"), "a")[1]
     rows = [adapters.part((*at, "q"), "a")[1].T, of_kv[:, 0].T, of_kv[:, 1].T]
     np.testing.assert_array_equal(a, np.concatenate(rows))
+
+
+def test_a_matrix_in_several_modules_gives_each_its_rows_and_takes_their_ranks(tmp_path):
+    cfg, specs = model("qwen3_5")
+    path, folder = ("deltanet_mlp", "deltanet", "ba"), tmp_path / "adapter"
+    adapters = drawn_adapters(specs, lambda spec: spec.matmul == "delta_ba", rank=2, dora=True)
+    write_adapter(folder, cfg, specs, adapters)
+    start = "base_model.model.model.layers.0.linear_attn.in_proj_{}.lora_{}".format
+    a, b, length = (adapters.part(path, name)[0] for name in ("a", "b", "magnitude"))
+    columns = {"b": slice(2), "a": slice(2, 4)}  # of each of two heads of keys
+    found = {n: t.whole() for n, t in read_header(folder / ADAPTER_WEIGHTS).items()}
+    for name, own in columns.items():
+        np.testing.assert_array_equal(found[start(name, "A.weight")], a.T)
+        np.testing.assert_array_equal(found[start(name, "B.weight")], b[..., own].reshape(2, 4).T)
+        rows = found[start(name, "magnitude_vector")]
+        np.testing.assert_array_equal(rows, length[..., own].reshape(4))
+    # PEFT trains each A apart.
+    key = start("a", "A.weight")
+    rewrite(folder / ADAPTER_WEIGHTS, lambda tensors: tensors | {key: 3 * tensors[key]})
+    back = read_adapter(folder, cfg, specs)
+    product = np.einsum("ir,rhw->ihw", back.part(path, "a")[0], back.part(path, "b")[0])
+    wanted = np.einsum("ir,rhw->ihw", a, b) * np.array([1, 1, 3, 3])
+    np.testing.assert_allclose(product, wanted, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(back.part(path, "magnitude")[0], length)
+    # What has no adapter gets none.
+    rewrite(
+        folder / ADAPTER_WEIGHTS, lambda tensors: {n: t for n, t in tensors.items() if "_b." in n}
+    )
+    write_adapter(tmp_path / "again", cfg, specs, read_adapter(folder, cfg, specs))
+    again = read_header(tmp_path / "again" / ADAPTER_WEIGHTS)
+    assert sorted(again) == sorted(name for name in found if "_b." in name)
 
 
 def test_ranks_and_scales_of_single_layers_keep_the_product(tmp_path):
