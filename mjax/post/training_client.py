@@ -57,7 +57,7 @@ class TrainingClient:
         self.trainer.checkpoints.batches_at = lambda step: {"client": {"sampled": self.sampled}}
         self._learners: dict[Hashable, Trainer] = {}
         self._means: dict[Hashable, MeanGradient] = {}
-        self._losses: list[jax.Array] = []  # of the gradients so far
+        self._losses: list[dict[str, jax.Array]] = []  # of the gradients so far
         interval, store = self.trainer.cfg.train.check_replicas_interval, self.trainer.store
         self._replicas = ReplicaCheck(self.trainer, interval, lambda: str(store.newest() or "none"))
 
@@ -97,7 +97,7 @@ class TrainingClient:
         own = MeanGradient(found.gradients, found.tokens)
         before = self._means.get(key)
         self._means[key] = own if before is None else joint_mean(before, own)
-        self._losses.append(found.losses["loss"])
+        self._losses.append(found.losses)
         return found.losses | {"grad_norm": found.norm, "tokens": found.tokens}
 
     def optim_step(
@@ -113,9 +113,12 @@ class TrainingClient:
             raise UserError("optim_step: there is no gradient; call forward_backward before it")
         means = [mean.gradients for mean in self._means.values()]
         gradients = jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *means)
-        worst = np.sum(jax.device_get(self._losses))
+        worst = np.sum(jax.tree.leaves(jax.device_get(self._losses)))
+        count = sum(float(mean.count) for mean in self._means.values())
         self._forget()
         self.trainer.require_finite("loss", worst)
+        if not count:
+            raise UserError("optim_step: no token has a loss; leave such transcripts out")
         figures = self.trainer.apply_gradients(gradients, lr, weight_decay)
         self._replicas.ask_if_due(self.step_number)
         self._replicas.read(self.step_number)

@@ -163,12 +163,13 @@ def _attention(
     if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
     scratch = 4 * math.prod(x.shape[:3]) * (x.shape[3] + 1) * call.max_documents
-    if has_several and scratch > MOST_SCRATCH:
+    share = math.inf if x.device.memory is None else SCRATCH_SHARE * x.device.memory
+    if has_several and scratch > min(MOST_SCRATCH, share):
         cost = f"{scratch / 1e9:.0f} GB for {call.max_documents} documents"
         why = f"cuDNN's backward would take {cost}"
         if not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
             return Choice("mosaic", why)
-        fits = x.device.memory is None or scratch <= SCRATCH_SHARE * x.device.memory
+        fits = scratch <= share
         by_chunks = not fits and x.shape[1] % QUERY_CHUNK == 0
         held = QUERY_CHUNK if by_chunks else x.shape[1]
         if held < x.shape[3] * call.max_documents:  # a head's scores take less

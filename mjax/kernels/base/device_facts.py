@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import math
 
 import jax
 
@@ -32,6 +31,6 @@ def has_triton() -> bool:
 
 
 def rounded_memory(size: int | None) -> int | None:
-    """The power of two nearest to a number of bytes: GPUs of a kind differ by a few megabytes, and
-    all processes must choose alike."""
-    return None if size is None else 1 << round(math.log2(size))
+    """The largest power of two within a number of bytes, None for none: GPUs of a kind differ by a
+    few megabytes, and all processes must choose alike."""
+    return 1 << size.bit_length() - 1 if size else None

@@ -25,8 +25,8 @@ TINY = [*BASE, f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "checkpo
 FAULTY = """
     import itertools, os, signal, sys, time
     from mjax.errors import run_cli
-    from mjax.run import batches, loop
-    from mjax.train import __main__
+    from mjax.run import batches
+    from mjax.train import __main__, trainer
     how = sys.argv.pop(1)
     is_faulty = os.environ["JAX_PROCESS_ID"] == "1"
     load = batches.make_loader
@@ -40,7 +40,7 @@ FAULTY = """
             yield batch
 
     if how == "save" and is_faulty:
-        loop.Trainer.save = lambda self, loss: time.sleep(10**6)
+        trainer.Trainer.save = lambda self, loss: time.sleep(10**6)
     elif how != "save":
         batches.make_loader = hanging
     run_cli(__main__.main)

@@ -136,7 +136,7 @@ def test_what_a_client_samples_rates_and_refuses(tmp_path):
             call()
     before = jax.device_get(client.trainer.params())
     client.forward_backward(first, "importance_sampling", advantages=[np.nan, 1.0])
-    with pytest.raises(NonFiniteLoss, match="step 1: the gradient norm is nan"):
+    with pytest.raises(NonFiniteLoss, match="step 1: the loss is nan"):
         client.optim_step()
     jax.tree.map(np.testing.assert_array_equal, client.trainer.params(), before)
     with pytest.raises(UserError, match="there is no gradient"):
@@ -161,13 +161,21 @@ def _endless(scores, fields):
     return -scores.log_p + jnp.inf, {}
 
 
+def _with_an_endless_figure(scores, fields):
+    return -scores.log_p, {"figure": jnp.full_like(scores.log_p, -jnp.inf)}
+
+
 def test_a_client_ends_as_a_run_does_where_losses_or_replicas_are_wrong(tmp_path):
     keys = "mesh.dp=2", "mesh.zero=0", "train.micro_batch_size=2", "train.check_replicas_interval=2"
     client = client_of(load(None, [*TINY, f"run.dir={tmp_path}", *keys]), 2)
     before = jax.device_get(client.trainer.params())
-    client.forward_backward(some_rows(), _endless)
-    client.forward_backward(some_rows())
-    with pytest.raises(NonFiniteLoss, match="step 1: the loss is inf, so the weights stay"):
+    for loss, worst in ((_endless, "inf"), (_with_an_endless_figure, "-inf")):
+        client.forward_backward(some_rows(), loss)
+        client.forward_backward(some_rows())
+        with pytest.raises(NonFiniteLoss, match=f"the loss is {worst}, so the weights stay"):
+            client.optim_step()
+    client.forward_backward(some_rows() | {"loss_mask": np.zeros((4, 16), np.float32)})
+    with pytest.raises(UserError, match="optim_step: no token has a loss"):
         client.optim_step()
     jax.tree.map(np.testing.assert_array_equal, client.trainer.params(), before)
 

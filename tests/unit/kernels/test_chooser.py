@@ -264,6 +264,7 @@ def test_a_run_lists_every_op_once():
         (16384, 64, None, "cudnn"),  # 4 x 16384 x 16 x (80 + 1) x 64 bytes = 5.4 GB
         (16384, 64, 2**37, "cudnn"),
         (16384, 64, 2**34, "xla"),  # of 17 GB; 1024 scores are fewer than 80 x 64 gradients
+        (16384, 32, 2**33, "xla"),  # 2.7 GB of 8.6
         (16384, 202, 2**36, "cudnn"),  # 17.16 GB of 68.7, a quarter of which is 17.18
         (16384, 203, 2**36, "xla"),
         (16385, 64, 2**34, "cudnn"),  # no whole chunks: 16385 scores are more than 80 x 64
@@ -281,6 +282,7 @@ def test_scratch_memory_of_packed_images_is_at_most_a_quarter(size, images, memo
 def test_the_memory_of_a_device_is_rounded_so_that_all_processes_choose_alike():
     near = 138_692_558_848
     assert rounded_memory(near) == rounded_memory(near + 2**28) == 2**37
+    assert rounded_memory(2**37 - 1) == 2**36 and rounded_memory(0) is None
     assert rounded_memory(None) is None and this_device().memory is None  # a CPU
 
 
