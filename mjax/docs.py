@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import CommandParser, UserError, run_cli
+from mjax.errors import CommandParser, UserError, or_user_error, run_cli
 from mjax.files import PACKAGE
 
 
@@ -68,20 +68,16 @@ def build_site(config: Path, out: Path) -> None:
     logging.getLogger("mkdocs").addHandler(logging.StreamHandler(sys.stderr))
     logging.getLogger("mkdocs").setLevel(logging.WARNING)
     loaded = load_config(str(config), site_dir=str(out), strict=True)
-    try:
+    with or_user_error("mjax docs: the site has the faults above ({reason})", Abort):
         loaded.plugins.on_startup(command="build", dirty=False)
         build(loaded)
-    except Abort as e:
-        raise UserError(f"mjax docs: the site has the faults above ({e})") from None
 
 
 def serve_site(config: Path, folder: Path, port: int) -> None:
     """Build into a folder, and serve it to this machine alone."""
     handler = functools.partial(QuietHandler, directory=str(folder))
-    try:
+    with or_user_error(f"--port {port}: {{reason}}; give another, such as --port 0"):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
-    except OSError as e:
-        raise UserError(f"--port {port}: {e.strerror}; give another, such as --port 0") from None
     with server:
         build_site(config, folder)
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)

@@ -17,10 +17,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 _IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")  # files of frames that only import
+_DROPS_INTERRUPTS = re.compile(_IMPORTS.pattern + r"|\bxla_bridge\b")  # files, too
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no room: of a disk, a user, a file
@@ -89,11 +91,10 @@ def or_user_error(
 
 def read_numbers(option: str, text: str, kind: type = int) -> list:
     """The numbers that an option of a command line gives with commas. Raises `UserError`."""
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise UserError(f"{option} {text!r}: give {what} with commas, such as 1,64") from None
+    what = "whole numbers" if kind is int else "numbers"
+    with or_user_error(f"{option} {text!r}: give {what} with commas, such as 1,64", ValueError):
+        numbers = [kind(number) for number in text.split(",")]
+    return numbers
 
 
 def program(command: str) -> str:
@@ -160,41 +161,75 @@ def run_cli(main: Callable[[], int | None]) -> None:
     Ctrl-C is a line and exit code 130, wherever it comes.
     """
     logger = logging.getLogger("mjax")
-    logger.addHandler(handler := Warnings())
-    logger.propagate = False  # or handlers that libraries have set say them again
-    before, sys.unraisablehook = sys.unraisablehook, _send_interrupts_again
-    jax_start = logging.getLogger("jax._src.xla_bridge")
-    jax_start.addFilter(_raise_interrupts)
+    before = logger.handlers, logger.propagate, sys.unraisablehook
+    logger.handlers, logger.propagate = [Warnings()], False  # or those of libraries say them again
+    sys.unraisablehook = _send_interrupts_again
+    is_main = threading.current_thread() is threading.main_thread()  # others have no handlers
+    is_ours = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = main()
-        print(end="", flush=True)
+        with suppress(ValueError):  # closed
+            print(end="", flush=True)
     except BrokenPipeError:
         code = 1
     except (KeyboardInterrupt, Exception) as e:
         line, code = _end_of(e)
-        if line:
-            print(f"mjax: {' '.join(line.split())}", file=sys.stderr, flush=True)
-        elif _is_one_of_several():
-            traceback.print_exc()
-        else:
+        if not line and not _is_one_of_several():
             raise
+        with suppress(OSError, ValueError):
+            said = f"mjax: {' '.join(line.split())}" if line else traceback.format_exc()
+            print(said, file=sys.stderr, flush=True)
     finally:
-        _drop_unwritten()
-        sys.unraisablehook = before
-        jax_start.removeFilter(_raise_interrupts)
-        logger.removeHandler(handler)
-        logger.propagate = True
+        _drop_unwritten(sys.stdout)
+        _drop_unwritten(sys.stderr)
+        logger.handlers, logger.propagate, sys.unraisablehook = before
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     if code and _is_one_of_several():
         os._exit(code)
     sys.exit(code or 0)
 
 
-def _drop_unwritten() -> None:
-    """Let output that cannot be written go nowhere, or Python would fail at it again at its end."""
+def _drop_unwritten(file: TextIO, more: str = "") -> bool:
+    """Let output that cannot be written go nowhere, or Python would fail at it again at its end.
+
+    Returns whether there was any, with `more` at its end; a closed file has none.
+    """
     try:
-        print(end="", flush=True)
+        print(end=more, file=file, flush=True)
+    except ValueError:
+        return False
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        return True
+    return False
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`, and again when an import or the start of jax is left.
+
+    Within these it may be lost: a plugin of jax then counts as broken, a module as not installed.
+    Until then jax logs nothing, or it would say so.
+    """
+    caller = None
+    while frame and frame.f_code is not run_cli.__code__:
+        if _DROPS_INTERRUPTS.search(frame.f_code.co_filename):
+            caller = frame.f_back
+        frame = frame.f_back
+    if caller:
+        logging.disable()
+        caller.f_trace = _raise_again  # at the caller's next line, or error
+        sys.settrace(lambda *_: None)  # without one, Python calls no `f_trace`
+    raise KeyboardInterrupt
+
+
+def _raise_again(*_: Any) -> NoReturn:
+    """A trace function; Python removes one that raises."""
+    logging.disable(logging.NOTSET)
+    raise KeyboardInterrupt
 
 
 def _send_interrupts_again(ignored: Any) -> None:
@@ -205,24 +240,17 @@ def _send_interrupts_again(ignored: Any) -> None:
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-def _raise_interrupts(record: logging.LogRecord) -> bool:
-    """A filter of jax's log, for its start logs any error of a plugin, Ctrl-C too, and goes on."""
-    if record.exc_info and _is_interrupt(record.exc_info[1]):
-        raise KeyboardInterrupt
-    return True
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
+def _is_interrupt(error: BaseException) -> bool:
     """Whether Ctrl-C has caused an error.
 
     A module in C whose import Ctrl-C has ended says `ImportError`, which may become a `UserError`.
     """
     if not isinstance(error, KeyboardInterrupt | ImportError | SystemError | UserError):
         return False
-    cause: BaseException | None = error
-    while cause and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
+    causes: list[BaseException] = [error]
+    for cause in causes:  # grows
+        causes += [e for e in (cause.__cause__, cause.__context__) if e and e not in causes]
+    return any(isinstance(cause, KeyboardInterrupt) for cause in causes)
 
 
 def _end_of(error: BaseException) -> tuple[str, int]:
@@ -231,8 +259,9 @@ def _end_of(error: BaseException) -> tuple[str, int]:
         return "interrupted", INTERRUPTED
     if isinstance(error, LostProcess):
         return str(error), START_AGAIN
-    if isinstance(error, OSError) and error.errno in FULL:
-        return f"error: {error.filename or 'the output'}: {reason(error)}; make room", 2
+    is_full = isinstance(error, OSError) and error.errno in FULL  # some file; is it this one?
+    if is_full and _drop_unwritten(sys.stdout, "\n"):
+        return f"error: the output: {reason(error)}; make room", 2
     return (f"error: {error}", 2) if isinstance(error, UserError) else ("", 1)
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 LARGEST = 512 * 2**20  # bytes; the largest tokenizers have 50 MB
 
@@ -20,16 +20,12 @@ def read_json(file: Path, missing: dict | None = None) -> dict:
     """The object in `file`; `missing`, where given, if there is no such file."""
     if missing is not None and not file.is_file():
         return missing
-    try:
+    unread = f"{file}: {{reason}}; give the folder that holds it"
+    damaged = f"{file}: not JSON ({{reason}}); mend it or copy it again"
+    with or_user_error(unread), or_user_error(damaged, ValueError):
         if file.stat().st_size > LARGEST:
             raise UserError(f"{file}: larger than {LARGEST >> 20} MiB; give the file that is meant")
         found = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"{file}: {e.strerror}; give the folder that holds it") from None
-    except ValueError as e:
-        if isinstance(e, UserError):
-            raise
-        raise UserError(f"{file}: not JSON ({e}); mend it or copy it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{file}: not a JSON object; mend it or copy it again")
     return found

@@ -35,9 +35,7 @@ THREADS_TIMED = 8  # of the plain files
 
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench checkpoint", description=__doc__)
-    parser.add_argument(
-        "--dir", type=as_path, default=Path(), help="where to write (default: here)"
-    )
+    parser.add_argument("--dir", type=as_path, default=Path(), help="where to write")
     parser.add_argument("--steps", type=int, default=10, help="steps without a save (default 10)")
     args = report.parse_with_config(parser, argv)
     if args.steps < 2:

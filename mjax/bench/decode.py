@@ -56,9 +56,7 @@ def main(argv: list[str]) -> int:
         "--bandwidth", type=float, default=4800, help="GB/s of the device (default: an H200's)"
     )
     parser.add_argument("--transformers", action="store_true", help="run transformers first")
-    parser.add_argument(
-        "--engine", choices=tuple(ENGINES), default="mjax", help="what to run alone (default mjax)"
-    )
+    parser.add_argument("--engine", choices=[*ENGINES], default="mjax", help="what to run alone")
     args = parse_with_config(parser, argv)
     batches = read_numbers("--batch", args.batch)
     check_sizes(batches, args)

@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=path_text, metavar="JSONL", help="records of an earlier run"
     )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.03, help="slowdown that is let pass (default 0.03)"
-    )
+    parser.add_argument("--tolerance", type=float, default=0.03, help="slowdown that is let pass")
 
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -129,18 +129,13 @@ Written by `{{command}}` with jax {{jax}}, code of `{{commits}}`.
 def main() -> int:
     parser = CommandParser("prove", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
-    parser.add_argument(
-        "--out", type=as_path, default=Path("docs/invariance.md"), help="page to write"
-    )
+    parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"), help="the page")
     about = f"default: all, of {', '.join(map(repr, FEATURES))}"
     keys = {"nargs": "+", "choices": list(FEATURES), "default": list(FEATURES), "help": about}
     parser.add_argument("--features", metavar="NAME", **keys)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
-    parser.add_argument(
-        "--records",
-        type=as_path,
-        help="JSON lines to add to; cells that it has, of whatever code, are not run again",
-    )
+    kept = "JSON lines to add to; cells that it has, of whatever code, are not run again"
+    parser.add_argument("--records", type=as_path, help=kept)
     parser.add_argument("--cells", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cells:

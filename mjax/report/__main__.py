@@ -15,9 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     about = "Write one HTML page with the curves, events and config differences of runs."
     parser = CommandParser("report", description=about)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=as_path, help="folder of a run")
-    parser.add_argument(
-        "--out", metavar="FILE", type=as_path, default=Path("report.html"), help="page to write"
-    )
+    parser.add_argument("--out", type=as_path, default=Path("report.html"), help="page to write")
     args = parser.parse_args(argv)
     if find_spec("bokeh") is None:
         raise UserError("mjax.report needs bokeh; pip install 'mjax[report]'")

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from mjax.data import IndexedDatasetWriter
-from mjax.errors import run_cli
+from mjax.errors import UserError, run_cli
 from mjax.train.__main__ import main
 
 TINY = [
@@ -125,8 +126,113 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
     assert (run.returncode, run.stderr) == (2, line)
 
 
+UNWRITTEN = """
+import errno, os, sys, threading
+from mjax import errors
+
+def a_full_cache():
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+def watches_run_out():  # inotify
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def a_mistake():
+    print("unwritten")
+    raise errors.UserError("mend it")
+
+def a_defect_of_one_of_several():
+    errors._is_one_of_several = lambda: True
+    threading.Thread(target=threading.Event().wait).start()  # as one waits for the others
+    raise RuntimeError
+
+def a_closed_output():
+    sys.stdout.close()
+
+def no_output():
+    sys.stdout = None
+
+def a_mistake_after_a_closed_output():
+    sys.stdout.close()
+    raise errors.UserError("mend it")
+
+errors.run_cli(globals()[sys.argv[1]])
+"""
+
+
+def unwritten(what, **files):
+    files = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE} | files
+    command = [sys.executable, "-c", UNWRITTEN, what]
+    run = subprocess.run(command, text=True, check=False, timeout=60, **files)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("what", ["a_full_cache", "watches_run_out"])
+def test_a_full_disk_elsewhere_is_not_blamed_on_standard_output(what):
+    code, err = unwritten(what)
+    assert code == 1 and "Traceback" in err and "the output" not in err
+
+
+@pytest.mark.parametrize("what, code", [("a_mistake", 2), ("a_defect_of_one_of_several", 1)])
+def test_the_exit_code_needs_no_standard_error(what, code):
+    with open("/dev/full", "w") as full:
+        assert unwritten(what, stdout=full, stderr=full)[0] == code
+
+
+def test_a_closed_standard_output_changes_no_exit_code():
+    assert unwritten("a_closed_output") == (0, "")
+    assert unwritten("no_output") == (0, "")
+    assert unwritten("a_mistake_after_a_closed_output") == (2, "mjax: error: mend it\n")
+
+
+def hidden_behind_a_cause():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise ImportError("not found") from ValueError()
+
+
+def causes_in_a_circle():
+    error = UserError("mend it")
+    raise error from error
+
+
+ENDS = [(hidden_behind_a_cause, 130, "interrupted"), (causes_in_a_circle, 2, "error: mend it")]
+
+
+@pytest.mark.parametrize("main, code, line", ENDS)
+def test_all_causes_of_an_error_are_looked_at_once(main, code, line, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_cli(main)
+    assert (end.value.code, capsys.readouterr().err) == (code, f"mjax: {line}\n")
+
+
+def test_a_command_within_a_command_leaves_its_settings(capsys):
+    logger = logging.getLogger("mjax")
+
+    def settings():
+        return signal.getsignal(signal.SIGINT), sys.unraisablehook, logger.propagate
+
+    def outer():
+        before = settings()
+        with pytest.raises(SystemExit):
+            run_cli(lambda: logger.warning("inner"))
+        assert settings() == before != outside
+        logger.warning("outer")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outside = settings()
+        with pytest.raises(SystemExit):
+            run_cli(outer)
+        assert settings() == outside
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "mjax: inner\nmjax: outer\n"
+
+
 INTERRUPTED = """
-import gc, pathlib, signal, sys, time
+import gc, logging, os, pathlib, signal, sys, time
 from mjax.errors import or_user_error, run_cli
 
 def interrupt(*_):
@@ -151,21 +257,54 @@ def in_an_extra():
     with or_user_error("install it", ImportError):
         in_an_import()
 
-def in_a_start():  # of jax, which logs whatever ends that of a plugin
-    plugin = pathlib.Path("jax_plugins/struck/__init__.py")
+def in_an_optional_import():
+    struck = STRUCK + "struck()"
+    pathlib.Path("struck.py").write_text(struck)
+    pathlib.Path("package.py").write_text("try: import struck\\nexcept ImportError: pass")
+    sys.path.append("")
+    import package
+    return 1
+
+STRUCK = '''
+import signal
+def struck():
+    try:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as e:
+            raise ImportError from e
+    except ImportError as e:
+        raise RuntimeError if __name__ != "struck" else ImportError from e
+'''
+
+def start_jax_with(initialize):
+    plugin = pathlib.Path("jax_plugins/plugin/__init__.py")
     plugin.parent.mkdir(parents=True)
-    plugin.write_text("import signal\\ndef initialize(): signal.raise_signal(signal.SIGINT)\\n")
+    plugin.write_text(STRUCK + f"def initialize(): {initialize}")
     sys.path.append("")
     import jax
     jax.devices()
     return 1
+
+def in_a_start():  # of jax, which logs whatever ends that of a plugin
+    return start_jax_with("signal.raise_signal(signal.SIGINT)")
+
+def in_a_start_as_another_error():
+    return start_jax_with("struck()")
+
+def in_a_quiet_start():  # even of its log
+    os.environ.pop("JAX_PLATFORMS", None)
+    logging.disable()
+    register = "from jax._src.xla_bridge import register_backend_factory as register;"
+    return start_jax_with(register + "register('struck', struck, fail_quietly=True)")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 run_cli(globals()[sys.argv[1]])
 """
 
 
-WHERE = "in_the_command in_a_callback in_an_import in_an_extra in_a_start"
+WHERE = "in_the_command in_a_callback in_an_import in_an_extra in_an_optional_import in_a_start"
+WHERE += " in_a_start_as_another_error in_a_quiet_start"
 
 
 @pytest.mark.parametrize("where", WHERE.split())
