@@ -127,7 +127,7 @@ def resolve(
     choice = choose(call.op, q.dtype, q.shape, **facts)
     if arrays.is_packed(call) and call.max_documents == 0 and choice.name == "cudnn":
         facts["call"] = replace(call, max_documents=q.shape[1])  # each token may be a document
-        if (bounded := choose(call.op, q.dtype, q.shape, **facts)).name != "cudnn":
+        if (bounded := choose(call.op, q.dtype, q.shape, **facts)).name == "mosaic":
             choice = bounded
     return replace(call, implementation=choice.name)
 
