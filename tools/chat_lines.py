@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     if text is None:
         raise UserError(f"{args.run}: the run has no data.text; give one that has")
     files = stdlib_files() if text == "stdlib" else expand_paths([text])
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.special_text(tokenizer.eod_id)
     lines = list(dict.fromkeys(line for file in files for line in named_lines(file)))
+    lines = [line for line in lines if not end or end not in line[0]]  # else it ends the answer
     order = np.random.default_rng(0).permutation(len(lines))
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     for line in (lines[number] for number in order):
@@ -68,9 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     for part, records in kept.items():
         (args.out / f"{part}.jsonl").write_text("".join(records), encoding="utf-8")
         print(f"{args.out / part}.jsonl: {len(records):,} conversations")
-    tokenizer = load_tokenizer(folder)
     shutil.copy(folder / "tokenizer.json", args.out)
-    said = {"eos_token": tokenizer.special_text(tokenizer.eod_id), "chat_template": TEMPLATE}
+    said = {"eos_token": end, "chat_template": TEMPLATE}
     (args.out / "tokenizer_config.json").write_text(json.dumps(said, indent=1))
     return 0
 
