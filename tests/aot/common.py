@@ -20,6 +20,15 @@ from mjax.plan.hlo_collectives import Collective, read_exchanges
 from mjax.train import Trainer
 
 H200 = named_chips()["h200"]
+TWO_LAYERS = (  # of the default width, two rows in two micro-batches
+    "model.num_hidden_layers=2",
+    "model.vocab_size=8192",
+    "data.mock=true",
+    "data.seq_length=4096",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "mesh.dp=1",
+)
 
 
 def missing(triton: bool = False) -> str | None:

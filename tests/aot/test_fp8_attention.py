@@ -5,23 +5,13 @@ import re
 
 import pytest
 
-from tests.aot.common import compile_step, missing
+from tests.aot.common import TWO_LAYERS, compile_step, missing
 from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 LAYERS = 2
-KEYS = (
-    f"model.num_hidden_layers={LAYERS}",
-    "model.vocab_size=8192",
-    "data.mock=true",
-    "data.seq_length=4096",
-    "data.document_mask=false",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
-    "mesh.dp=1",
-    "mesh.tp=2",
-)
+KEYS = (*TWO_LAYERS, "data.document_mask=false", "mesh.tp=2")
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 

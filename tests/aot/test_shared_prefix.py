@@ -2,23 +2,17 @@
 
 import pytest
 
-from tests.aot.common import compile_step, missing
+from tests.aot.common import TWO_LAYERS, compile_step, missing
 from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 LAYERS = 2
 KEYS = (
-    f"model.num_hidden_layers={LAYERS}",
-    "model.vocab_size=8192",
-    "data.mock=true",
-    "data.seq_length=4096",
+    *TWO_LAYERS,
     "train.objective=preference",
     "train.loss_divisor=tokens",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
     "preference.reference_free=true",
-    "mesh.dp=1",
 )
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
