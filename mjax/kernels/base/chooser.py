@@ -61,7 +61,7 @@ NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
 class Device:
     """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it. triton:
     whether triton and jax-triton are installed. blackwell: whether it multiplies scaled blocks.
-    memory: bytes that JAX may use, as the nearest power of two; None: not known."""
+    memory: bytes that JAX may use, a power of two (`rounded_memory`); None: not known."""
 
     backend: str
     hopper: bool = False
