@@ -31,7 +31,6 @@ DASHES = ("solid", "dashed", "dotted")
 MOST_POINTS = 1200  # of a curve
 SPAN = 0.01  # of a run's records, over which a curve is smoothed
 TIP_STYLE = "font: 12px system-ui, sans-serif; max-width: 40em"
-INK, PALE = "#1f2933", "#e4e7eb"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ const parts = sources.map((source, i) => {
   if (at > 0 && step - steps[at - 1] < steps[at] - step) at -= 1
   const value = (source.data.mean ?? source.data.value)[at]
   const part = document.createElement("span")
-  part.style.color = colors[i]
+  part.style.borderColor = colors[i]
   const is_known = Number.isFinite(value) && step >= steps[0] - 1 && step <= steps.at(-1) + 1
   part.textContent = is_known ? shown(value) : "\u2013"
   part.title = names[i]
@@ -238,10 +237,6 @@ def _empty(axis: str, steps: Range1d, height: int) -> figure:
     made.toolbar.logo = None
     made.toolbar.autohide = True
     made.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    made.axis.axis_line_color = "#9aa5b1"
-    made.axis.major_tick_line_color = "#9aa5b1"
     made.axis.minor_tick_line_color = None
-    made.axis.major_label_text_color = INK
     made.axis.major_label_text_font_size = "12px"
-    made.grid.grid_line_color = PALE
     return made

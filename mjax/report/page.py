@@ -19,42 +19,79 @@ from mjax.run.monitor.goodput import LOST, TRAINING
 
 MOST_EVENTS = 200  # of a run in the list
 
+# The names and colors of the page of `mjax serve`. Bokeh draws axes in the colors of `--bk-` names;
+# it understands no `light-dark()`.
+
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light;
+  --page: #f5f7fa; --card: #ffffff; --line: #dfe4ea; --text: #1f2933; --soft: #586574; }
+@media screen and (prefers-color-scheme: dark) { :root:not([data-theme="light"]) {
+  color-scheme: dark;
+  --page: #12161c; --card: #1a1f27; --line: #2b333e; --text: #e4e9ef; --soft: #9aa7b6; } }
+:root { --bk-background-fill-color: var(--card); --bk-border-fill-color: var(--card);
+  --bk-grid-line-color: var(--line); --bk-axis-line-color: var(--soft);
+  --bk-major-tick-line-color: var(--soft); --bk-major-label-text-color: var(--text);
+  --bk-fill-color: var(--soft); --bk-line-color: var(--text); --bokeh-icon-color: var(--soft); }
+.bk-Tooltip { --tooltip-color: var(--card); --tooltip-text: var(--text);
+  --tooltip-border: var(--soft); --tooltip-arrow-color: var(--card); }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f5f7fa; color: #1f2933;
+body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
 h1 { font-size: 24px; font-weight: 650; margin: 0; letter-spacing: -0.01em; }
 h2 { font-size: 17px; font-weight: 650; margin: 34px 0 10px; }
-.made { color: #616e7c; margin: 2px 0 18px; font-size: 13px; }
-.card { background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; overflow-x: auto; }
+.made { color: var(--soft); margin: 2px 0 18px; font-size: 13px; }
+.card, .chart { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+.card { overflow-x: auto; }
 .charts { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
-.chart { background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; padding: 12px 12px 4px; }
-.chart { position: relative; }
+.chart { position: relative; padding: 12px 12px 4px; break-inside: avoid; }
 .values { position: absolute; top: 12px; right: 28px; font-size: 13px; font-weight: 600;
   font-variant-numeric: tabular-nums; }
-.values span { margin-left: 14px; }
-.values span:first-child { color: #616e7c; font-weight: 400; }
+.values span { margin-left: 14px; border: 0 solid; }
+.values span:first-child { color: var(--soft); font-weight: 400; }
+.values span + span { border-bottom-width: 3px; }
 .wide { grid-column: 1 / -1; }
 .chart h3 { font-size: 14px; font-weight: 650; margin: 0 0 4px 4px; }
-.chart h3 span { color: #616e7c; font-weight: 400; margin-left: 6px; }
+.chart h3 span { color: var(--soft); font-weight: 400; margin-left: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th, td { text-align: left; padding: 7px 14px; border-bottom: 1px solid #eef0f3;
+th, td { text-align: left; padding: 7px 14px; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
-th { color: #616e7c; font-weight: 550; font-size: 12.5px; white-space: nowrap; }
+th { color: var(--soft); font-weight: 550; font-size: 12.5px; white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .text { overflow-wrap: anywhere; }
 .run { white-space: nowrap; font-weight: 550; }
 .swatch { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 8px;
   vertical-align: middle; }
 code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.hint { color: #616e7c; font-size: 13px; margin: 8px 0 0; }
-.legend { position: sticky; top: 0; z-index: 5; background: #f5f7fae6; padding: 8px 0;
+.hint { color: var(--soft); font-size: 13px; margin: 8px 0 0; }
+.legend.card { position: sticky; top: 0; z-index: 5; margin: 16px 0; padding: 7px 14px;
   display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 13.5px; }
-@media (max-width: 900px) { .charts { grid-template-columns: minmax(0, 1fr); } }
+@page { size: 1360px 1920px; margin: 0; }
+@media screen and (max-width: 900px) { .charts { grid-template-columns: minmax(0, 1fr); } }
 """
+
+# Bokeh's canvases keep the colors that they were painted in. A print does not wait, and is light.
+# Chromium prints a layer that was only cleared as white over the others, so one is painted.
+FOLLOW_THEME = """
+<script>
+const repaint = () => {
+  for (const view of Bokeh.index.roots) {
+    if (!view.model.renderers) continue // no figure
+    view.request_paint(view.model.renderers[0]) // and with it all of its layer
+    view.repaint()
+  }
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint)
+addEventListener("beforeprint", () => {
+  document.documentElement.dataset.theme = "light"
+  repaint()
+})
+addEventListener("afterprint", () => {
+  delete document.documentElement.dataset.theme
+  repaint()
+})
+</script>"""
 
 
 def page(runs: list[Run]) -> str:
@@ -89,7 +126,7 @@ def page(runs: list[Run]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{STYLE}</style>\n{scripts}</head>\n"
-        f"<body><main>{''.join(sections)}</main>\n{script}\n</body></html>\n"
+        f"<body><main>{''.join(sections)}</main>\n{script}{FOLLOW_THEME}\n</body></html>\n"
     )
 
 
@@ -111,7 +148,7 @@ def _run(run: Run, look: Look) -> str:
 
 def _legend(runs: list[Run]) -> str:
     names = [f'<span class="run">{_run(run, look_of(i))}</span>' for i, run in enumerate(runs)]
-    return f'<div class="legend">{"".join(names)}</div>'
+    return f'<div class="legend card">{"".join(names)}</div>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool) -> str:

@@ -21,8 +21,9 @@ from mjax.run.monitor.goodput import GOODPUT_FILE, account
 Column = np.ndarray  # float64 [records]
 RESUMED = "resumed from "  # how the event of a restart begins
 
-# Colors of drawings of runs: Okabe and Ito's, which the color-blind tell apart, and a gray.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
+# Colors of drawings of runs: Okabe and Ito's, which the color-blind tell apart, and a gray. Two are
+# darker than theirs, so that each is seen on white and on a dark page.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#3B97D3", "#C48200", "#777777")
 
 
 @dataclass(frozen=True)

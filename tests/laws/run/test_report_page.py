@@ -73,12 +73,18 @@ def browse(browser, folder, page, *options):
     return process.communicate(timeout=300)
 
 
-@slow
-def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
-    pytest.importorskip("bokeh", reason="needs the extra `report`")
+def browser_here():
+    """The path of a browser; skips the test where there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} on this machine")
+    return browser
+
+
+@slow
+def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
+    pytest.importorskip("bokeh", reason="needs the extra `report`")
+    browser = browser_here()
     one = train_tiny(tmp_path / "one", "train.steps=20")
     train_tiny(one, "train.steps=60")  # resumes
     two = train_tiny(tmp_path / "two", "train.steps=60", "optimizer.weight_decay=0.3")
@@ -109,3 +115,45 @@ def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
     picture = tmp_path / "report.png"
     browse(browser, tmp_path, report, f"--screenshot={picture}")
     assert picture.stat().st_size > 50_000
+
+
+def backgrounds(page):
+    """Colors of the page and of a corner of each chart, as they are painted."""
+    corner = "canvas => [...canvas.getContext('2d').getImageData(2, 2, 1, 1).data.slice(0, 3)]"
+    canvases = [page.locator(".chart").nth(i).locator("canvas").first for i in range(2)]
+    body = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return [body, *(tuple(canvas.evaluate(corner)) for canvas in canvases)]
+
+
+@slow
+def test_page_and_charts_follow_the_theme_of_the_browser_and_print_light(tmp_path):
+    pytest.importorskip("bokeh", reason="needs the extra `report`")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `clients`")
+    path = browser_here()
+    lines = [{"step": step, "loss": 1.0 / step, "lr": 0.1} for step in range(1, 9)]
+    lines.append({"step": 4, "event": "resumed from checkpoints/4"})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    report = tmp_path / "report.html"
+    assert cli.main([str(tmp_path), "--out", str(report)]) == 0
+    light = ["rgb(245, 247, 250)", (255, 255, 255), (255, 255, 255)]
+    dark = ["rgb(18, 22, 28)", (26, 31, 39), (26, 31, 39)]
+    said = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for theme, colors in {"light": light, "dark": dark}.items():
+            page = browser.new_page(color_scheme=theme)
+            page.on("console", lambda line: line.type == "error" and said.append(line.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.goto(report.as_uri())
+            page.wait_for_function("window.Bokeh?.documents[0]?.is_idle")
+            assert backgrounds(page) == colors
+            page.evaluate("dispatchEvent(new Event('beforeprint'))")
+            assert backgrounds(page) == light
+            page.evaluate("dispatchEvent(new Event('afterprint'))")
+            assert backgrounds(page) == colors
+        page.emulate_media(media="print")
+        assert backgrounds(page)[0] == light[0]
+        page.emulate_media(media="screen", color_scheme="light")
+        assert backgrounds(page) == light
+        browser.close()
+    assert not said

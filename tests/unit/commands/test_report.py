@@ -12,6 +12,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.report import __main__ as cli
 from mjax.report.runs import (
+    COLORS,
     best_held_out,
     config_differences,
     last_finite,
@@ -190,3 +191,51 @@ def test_without_the_library_a_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'mjax\[report\]'"):
         cli.main([str(tmp_path)])
+
+
+COLOR = r"#[0-9a-fA-F]{3,8}\b|\b(?:rgb|hsl)a?\("
+NAMED = COLOR + r"|\b(?:white|black|gr[ae]y|red|blue|green)\b(?!-)"
+
+
+def themes():
+    """({variable: color} of the light theme, of the dark one, the rest of the page's style)."""
+    from mjax.report.page import STYLE
+
+    blocks = re.findall(r":root\S* \{\s*color-scheme: (\w+);(.*?)\}", STYLE, re.S)
+    assert [name for name, _ in blocks] == ["light", "dark"]
+    rest = STYLE
+    for _, body in blocks:
+        rest = rest.replace(body, "")
+    return *(dict(re.findall(r"--([\w-]+): (#\w{6});", body)) for _, body in blocks), rest
+
+
+def luminance(color):
+    """The relative luminance of WCAG 2, of a color such as #1f2933."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@needs_bokeh
+def test_both_themes_have_the_same_names_and_no_color_lies_outside(tmp_path):
+    light, dark, rest = themes()
+    assert light.keys() == dark.keys() and all(light[name] != dark[name] for name in light)
+    assert not re.findall(NAMED, rest)
+    assert set(re.findall(r"var\(--([\w-]+)\)", rest)) == light.keys()  # all known, all used
+    folder = write(tmp_path / "run", [record(1), record(2), {"step": 2, "event": "ended"}])
+    cli.main([str(folder), "--out", str(tmp_path / "page.html")])
+    _, body = (tmp_path / "page.html").read_text().split("</head>")
+    assert set(re.findall(COLOR, body)) == {COLORS[0]}  # of the run; names are Bokeh's own
+
+
+@needs_bokeh
+def test_text_and_curves_stand_out_in_both_themes():
+    for theme in themes()[:2]:
+        for text in (theme["text"], theme["soft"]):
+            assert min(contrast(text, theme[back]) for back in ("page", "card")) >= 4.5
+        assert min(contrast(color, theme["card"]) for color in COLORS) >= 3
