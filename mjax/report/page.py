@@ -32,8 +32,7 @@ STYLE = """
   --bk-grid-line-color: var(--line); --bk-axis-line-color: var(--soft);
   --bk-major-tick-line-color: var(--soft); --bk-major-label-text-color: var(--text);
   --bk-fill-color: var(--soft); --bk-line-color: var(--text); --bokeh-icon-color: var(--soft); }
-.bk-Tooltip { --tooltip-color: var(--card); --tooltip-text: var(--text);
-  --tooltip-border: var(--soft); --tooltip-arrow-color: var(--card); }
+.bk-Tooltip { --tooltip-color: var(--card); --tooltip-text: var(--text); }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
@@ -42,7 +41,7 @@ h1 { font-size: 24px; font-weight: 650; margin: 0; letter-spacing: -0.01em; }
 h2 { font-size: 17px; font-weight: 650; margin: 34px 0 10px; }
 .made { color: var(--soft); margin: 2px 0 18px; font-size: 13px; }
 .card, .chart { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-.card { overflow-x: auto; }
+.card { overflow-x: auto; } .wide { grid-column: 1 / -1; }
 .charts { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
 .chart { position: relative; padding: 12px 12px 4px; break-inside: avoid; }
 .values { position: absolute; top: 12px; right: 28px; font-size: 13px; font-weight: 600;
@@ -50,7 +49,6 @@ h2 { font-size: 17px; font-weight: 650; margin: 34px 0 10px; }
 .values span { margin-left: 14px; border: 0 solid; }
 .values span:first-child { color: var(--soft); font-weight: 400; }
 .values span + span { border-bottom-width: 3px; }
-.wide { grid-column: 1 / -1; }
 .chart h3 { font-size: 14px; font-weight: 650; margin: 0 0 4px 4px; }
 .chart h3 span { color: var(--soft); font-weight: 400; margin-left: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
@@ -59,8 +57,7 @@ th, td { text-align: left; padding: 7px 14px; border-bottom: 1px solid var(--lin
 tr:last-child td { border-bottom: 0; }
 th { color: var(--soft); font-weight: 550; font-size: 12.5px; white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.text { overflow-wrap: anywhere; }
-.run { white-space: nowrap; font-weight: 550; }
+.text { overflow-wrap: anywhere; } .run { white-space: nowrap; font-weight: 550; }
 .swatch { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 8px;
   vertical-align: middle; }
 code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
@@ -73,24 +70,15 @@ code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 
 # Bokeh's canvases keep the colors that they were painted in. A print does not wait, and is light.
 # Chromium prints a layer that was only cleared as white over the others, so one is painted.
-FOLLOW_THEME = """
-<script>
-const repaint = () => {
-  for (const view of Bokeh.index.roots) {
-    if (!view.model.renderers) continue // no figure
-    view.request_paint(view.model.renderers[0]) // and with it all of its layer
-    view.repaint()
-  }
-}
+FOLLOW_THEME = """<script>
+const repaint = () => Bokeh.index.roots.forEach(view => { // one is no figure
+  view.request_paint?.(view.model.renderers[0]) // and with it all of its layer
+  view.repaint?.()
+})
+const show = theme => () => { document.documentElement.dataset.theme = theme; repaint() }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint)
-addEventListener("beforeprint", () => {
-  document.documentElement.dataset.theme = "light"
-  repaint()
-})
-addEventListener("afterprint", () => {
-  delete document.documentElement.dataset.theme
-  repaint()
-})
+addEventListener("beforeprint", show("light"))
+addEventListener("afterprint", show("browser"))
 </script>"""
 
 
@@ -126,7 +114,7 @@ def page(runs: list[Run]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{STYLE}</style>\n{scripts}</head>\n"
-        f"<body><main>{''.join(sections)}</main>\n{script}{FOLLOW_THEME}\n</body></html>\n"
+        f"<body><main>{''.join(sections)}</main>\n{script}\n{FOLLOW_THEME}\n</body></html>\n"
     )
 
 
