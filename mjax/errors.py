@@ -97,6 +97,18 @@ def read_numbers(option: str, text: str, kind: type = int) -> list:
     return numbers
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers from `least` on. Another is a line, and exit code 2."""
+
+    def number(text: str) -> int:
+        with suppress(ValueError):
+            if int(text) >= least:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least {least}")
+
+    return number
+
+
 def program(command: str) -> str:
     """Name a command as the user called it, for usage lines: `mjax X` or `python -m mjax.X`."""
     if sys.argv[0].startswith("mjax "):  # mjax/cli.py sets it so

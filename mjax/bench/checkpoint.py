@@ -25,7 +25,7 @@ from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
 from mjax.config.languages.paths import as_path
-from mjax.errors import CommandParser, UserError, or_user_error
+from mjax.errors import CommandParser, UserError, at_least, or_user_error
 from mjax.run.faults.replicas import digests_of, replicated_leaves
 from mjax.run.faults.saving import reserve_host_memory
 from mjax.train import Trainer
@@ -36,10 +36,8 @@ THREADS_TIMED = 8  # of the plain files
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench checkpoint", description=__doc__)
     parser.add_argument("--dir", type=as_path, default=Path(), help="where to write")
-    parser.add_argument("--steps", type=int, default=10, help="steps without a save (default 10)")
+    parser.add_argument("--steps", type=at_least(2), default=10, help="steps without a save")
     args = report.parse_with_config(parser, argv)
-    if args.steps < 2:
-        raise UserError(f"--steps {args.steps}: at least two steps must be measured")
     if jax.process_count() > 1:
         raise UserError("this benchmark measures one process; start it on one machine")
     wrong = f"--dir {args.dir}: cannot hold the files of the benchmark ({{reason}}); name another"

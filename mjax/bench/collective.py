@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
-from mjax.errors import CommandParser, UserError, read_numbers
+from mjax.errors import CommandParser, UserError, at_least, read_numbers
 from mjax.sharding.mesh import on_shards
 
 _SHARDED, _WHOLE = P("x"), P()
@@ -47,7 +47,7 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench collective", description=__doc__)
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
-    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
+    parser.add_argument("--samples", type=at_least(1), default=20, help="the median counts")
     add_arguments(parser)
     args = parser.parse_args(argv)
     sizes = read_numbers("--sizes", args.sizes, float)

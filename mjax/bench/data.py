@@ -25,7 +25,7 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.multimodal.pixels import decode_image
-from mjax.errors import CommandParser, UserError
+from mjax.errors import CommandParser, UserError, at_least
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -42,19 +42,18 @@ def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench data")
     parser.add_argument("--tokens", type=float, default=1e8, help="of the corpus")
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--batch", type=int, default=64, help="sequences per step")
-    parser.add_argument("--document-length", type=int, default=750, help="mean, in tokens")
-    parser.add_argument("--prefetch", type=int, default=4, help="batches made ahead")
+    parser.add_argument("--seq-length", type=at_least(1), default=4096, help="tokens of a row")
+    parser.add_argument("--batch", type=at_least(1), default=64, help="sequences per step")
+    parser.add_argument("--document-length", type=at_least(1), default=750, help="mean, in tokens")
+    parser.add_argument("--prefetch", type=at_least(1), default=4, help="batches made ahead")
     workers = "loader threads; with --images, processes that decode"
-    parser.add_argument("--workers", type=int, default=2, help=workers)
-    parser.add_argument("--images", type=int, help="JPEGs to decode, in place of texts")
-    parser.add_argument("--image-size", type=int, default=336, help="pixels of a side")
+    parser.add_argument("--workers", type=at_least(1), default=2, help=workers)
+    parser.add_argument("--images", type=at_least(1), help="JPEGs to decode, in place of texts")
+    parser.add_argument("--image-size", type=at_least(1), default=336, help="pixels of a side")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    for name in ("tokens", "seq_length", "batch", "document_length", "prefetch", "workers"):
-        if not 1 <= getattr(args, name) < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    if not 1 <= args.tokens < math.inf:
+        raise UserError(f"--tokens {args.tokens}: give 1 or more")
     return report(args, measure_images(args) if args.images else measure_data(args))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import CommandParser, UserError, read_numbers
+from mjax.errors import CommandParser, UserError, at_least, read_numbers
 from mjax.infer.engine import Engine
 from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
@@ -47,9 +47,9 @@ _CHUNK = 8192  # tokens of prompts in a step
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench decode", description=__doc__)
     parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
-    parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
-    parser.add_argument("--samples", type=int, default=3, help="runs after one to warm up")
+    parser.add_argument("--prompt", type=at_least(1), default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=at_least(3), default=128, help="new tokens")
+    parser.add_argument("--samples", type=at_least(1), default=3, help="runs after one to warm up")
     kinds = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
@@ -93,15 +93,8 @@ def in_own_process(args: argparse.Namespace) -> list[dict]:
 
 def check_sizes(batches: list[int], args: argparse.Namespace) -> None:
     """Raise `UserError` for a number that is too small."""
-    least = {
-        "--batch": (min(batches), 1),
-        "--prompt": (args.prompt, 1),
-        "--new": (args.new, 3),
-        "--samples": (args.samples, 1),
-    }
-    for option, (given, smallest) in least.items():
-        if given < smallest:
-            raise UserError(f"{option} {given}: give {smallest} or more")
+    if min(batches) < 1:
+        raise UserError(f"--batch {min(batches)}: give 1 or more")
     if not args.bandwidth > 0:
         raise UserError(f"--bandwidth {args.bandwidth}: give GB/s above 0")
 

@@ -25,7 +25,7 @@ import numpy as np
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import CommandParser, UserError
+from mjax.errors import CommandParser, UserError, at_least
 from mjax.infer.checks import DRAFTERS
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
@@ -37,31 +37,26 @@ from mjax.models import definition_of
 
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench engine", description=__doc__)
-    parser.add_argument("--requests", type=int, default=64, help="requests (default 64)")
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt (1000)")
-    parser.add_argument("--new", type=int, default=200, help="new tokens of each (200)")
-    parser.add_argument("--rows", type=int, default=256, help="requests that run at a time (256)")
-    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in a step (2048)")
-    parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    parser.add_argument("--shared", type=int, default=0, help="first tokens that all prompts share")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens guessed a row and step (0)")
-    parser.add_argument("--drafter", choices=[*DRAFTERS], default="ngram", help="guesses (ngram)")
-    parser.add_argument("--repeat", type=int, help="tokens that each prompt repeats; default: none")
-    parser.add_argument("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
-    parser.add_argument("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
-    kinds = "float32", "bfloat16"
-    parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="of the weights")
+    add = parser.add_argument
+    add("--requests", type=at_least(1), default=64, help="requests")
+    add("--prompt", type=at_least(1), default=1000, help="tokens of a prompt")
+    add("--new", type=at_least(2), default=200, help="new tokens of each")
+    add("--rows", type=at_least(1), default=256, help="requests that run at a time")
+    add("--chunk", type=at_least(1), default=2048, help="prompt tokens in a step")
+    add("--rate", type=float, help="requests a second; default: all at once")
+    add("--temperature", type=float, default=0.0, help="default 0: greedy")
+    add("--shared", type=at_least(0), default=0, help="first tokens that all prompts share")
+    add("--drafts", type=at_least(0), default=0, help="tokens guessed a row and step")
+    add("--drafter", choices=[*DRAFTERS], default="ngram", help="guesses (ngram)")
+    add("--repeat", type=at_least(1), help="tokens that each prompt repeats; default: none")
+    add("--cache-dtype", choices=("fp8",), help="default: the model's dtype")
+    add("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     args = parse_with_config(parser, argv)
     if args.config is None and not args.overrides:
         raise UserError("bench engine: no model; give --config configs/models/llama3_8b.yaml")
-    positive = args.requests, args.prompt, args.rows, args.chunk, args.new - 1, args.repeat or 1
-    least = min(*positive, args.drafts + 1)
-    if least < 1 or (args.rate is not None and args.rate <= 0) or args.shared > args.prompt:
-        raise UserError(
-            "bench engine: --requests, --prompt, --rows, --chunk and --repeat are at least 1, "
-            "--new 2, --drafts 0, --rate above 0, --shared at most --prompt"
-        )
+    if (args.rate is not None and args.rate <= 0) or args.shared > args.prompt:
+        raise UserError("bench engine: --rate is above 0, --shared at most --prompt")
     return report(args, measure_engine(load(args.config, args.overrides).model, args))
 
 

@@ -20,7 +20,7 @@ from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import CommandParser, UserError, read_numbers
+from mjax.errors import CommandParser, UserError, at_least, read_numbers
 from mjax.kernels.attention.api import attention, resolve
 from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kernel", choices=[*SHAPES, "all"], help="what to time")
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
-    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
+    parser.add_argument("--samples", type=at_least(1), default=20, help="the median counts")
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":

@@ -38,7 +38,7 @@ import numpy as np
 
 from mjax.bench.report import own_commit, rounded, show_table
 from mjax.config.languages.paths import as_path
-from mjax.errors import UNREADABLE, CommandParser, UserError, or_user_error, read_numbers
+from mjax.errors import UNREADABLE, CommandParser, UserError, at_least, or_user_error, read_numbers
 
 SHORT_WORDS = "the of and to in is you that it he was for on are as with his they at be".split()
 APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -79,21 +79,21 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     add("--model", help="default: the first that the server lists")
     add("--api", choices=tuple(APIS), default="completions", help="route that is asked")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
-    add("--requests", type=int, default=100, help="that count (100)")
-    add("--warmup", type=int, default=2, help="requests before them, which do not count (2)")
+    add("--requests", type=at_least(1), default=100, help="that count")
+    add("--warmup", type=at_least(0), default=2, help="requests before them, which do not count")
     add("--rate", default="inf", help="requests a second, with commas; default: all at once")
     add("--burstiness", type=float, default=1, help="gamma's shape; 1 is Poisson, less is bursty")
     add("--concurrency", default="0", help="most requests at a time, with commas; 0: no limit")
     add("--prompt", default="1000", help="tokens of a prompt (1000)")
     add("--new", help="tokens of a reply (200)")
     add("--file", type=as_path, help="prompts: ShareGPT's JSON, or lines of JSON")
-    add("--prefix", type=int, default=0, help="tokens before each prompt that its group shares")
-    add("--groups", type=int, default=1, help="groups of prompts with one prefix (1)")
+    add("--prefix", type=at_least(0), default=0, help="first tokens that a group shares")
+    add("--groups", type=at_least(1), default=1, help="groups of prompts with one prefix")
     add("--text", action="store_true", help="prompts as text; default: ids where they are taken")
-    add("--vocab", type=int, default=30000, help="ids are less (30000)")
+    add("--vocab", type=at_least(1), default=30000, help="ids are less")
     add("--stop-at-eos", action="store_true", help="replies may end early; default: ignore_eos")
     add("--body", type=json.loads, default={}, help="JSON of more fields of each request")
-    add("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
+    add("--seed", type=at_least(0), default=0, help="of arrivals, lengths and prompts")
     add("--timeout", type=float, default=600, help="seconds of a request (600)")
     add("--ttft", type=float, default=math.inf, help="ms to the first token that are good")
     add("--tpot", type=float, default=math.inf, help="ms a further token that are good")
@@ -102,13 +102,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.rate = read_numbers("--rate", args.rate, float)
     args.concurrency = read_numbers("--concurrency", args.concurrency)
-    at_least_1 = args.requests, args.groups, args.vocab
-    at_least_0 = args.warmup, args.prefix, args.seed, *args.concurrency
     above_0 = *args.rate, args.burstiness, args.timeout, args.ttft, args.tpot
-    if min(at_least_1) < 1 or min(at_least_0) < 0 or not min(above_0) > 0:
+    if min(args.concurrency) < 0 or not min(above_0) > 0:
         raise UserError(
-            "bench serve: --requests, --groups and --vocab are at least 1; --warmup, --prefix, "
-            "--seed and --concurrency 0; --rate, --burstiness, --timeout, --ttft, --tpot above 0"
+            "--concurrency is at least 0; --rate, --burstiness, --timeout, --ttft, --tpot above 0"
         )
     if not isinstance(args.body, dict):
         raise UserError(f"--body {args.body}: give a JSON object such as '{{\"temperature\": 0}}'")

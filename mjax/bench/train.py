@@ -23,7 +23,7 @@ import numpy as np
 from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
-from mjax.errors import CommandParser, UserError
+from mjax.errors import CommandParser, UserError, at_least
 from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
@@ -31,17 +31,16 @@ from mjax.train.batch import field_maker, placed_ahead
 
 def main(argv: list[str]) -> int:
     parser = CommandParser("bench train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before them")
-    parser.add_argument("--documents", type=int, default=1, help="documents per sequence")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="measured steps")
+    parser.add_argument("--warmup", type=at_least(0), default=10, help="steps before them")
+    parser.add_argument("--documents", type=at_least(1), default=1, help="documents per sequence")
     parser.add_argument("--breakdown", action="store_true", help="profile: where the time goes")
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="and the N longest kernels")
+    longest = "and the N longest kernels"
+    parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help=longest)
     parser.add_argument(
         "--startup", action="store_true", help="seconds to the first step with an empty cache, then"
     )
     args = report.parse_with_config(parser, argv)
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: at least one step must be measured")
     cfg = load(args.config, args.overrides)
     before = startup(args) if args.startup else {}  # before this process takes the devices
     profiled = 3 if args.breakdown or args.top else 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from mjax.chat.models import CHAT_SETTINGS
 from mjax.chat.session import Session, Talk, setting_of
 from mjax.config.languages.paths import path_text
-from mjax.errors import INTERRUPTED, CommandParser, UserError, or_user_error, run_cli
+from mjax.errors import INTERRUPTED, CommandParser, UserError, at_least, or_user_error, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _read_arguments(argv: list[str] | None) -> argparse.Namespace:
     about = "default: the model's own; see data.tokenizer"
     local.add_argument("--tokenizer", type=path_text, help=about)
     about = "tokens of the longest conversation; default: the model's"
-    local.add_argument("--max-model-len", type=int, metavar="N", help=about)
+    local.add_argument("--max-model-len", type=at_least(1), metavar="N", help=about)
     sampling = parser.add_argument_group("how answers are drawn; default: as the model says")
     for name, about in CHAT_SETTINGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=about)

@@ -12,7 +12,7 @@ import sys
 from mjax.config.languages.paths import path_text
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
-from mjax.errors import CommandParser, UserError, run_cli
+from mjax.errors import CommandParser, at_least, run_cli
 
 
 def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
         add("--tokenizer", type=path_text, required=True, help=kinds)
         add("--append-eod", action="store_true", help="end every document with the EOD token")
         add("--split-sentences", action="store_true", help="a sequence a sentence, for masked_lm")
-        add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
+        add("--workers", type=at_least(1), default=os.cpu_count(), help="processes (default: all)")
     args = parser.parse_args(argv[1:] if train else argv)
     args.train = train
     return args
@@ -56,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         made = train_tokenizer(texts, args.vocab_size, args.output)
         print(json.dumps({"tokenizer": args.output, "vocab_size": made.vocab_size}))
         return 0
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least 1")
     done = preprocess(
         args.input,
         args.output,

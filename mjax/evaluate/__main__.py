@@ -23,7 +23,7 @@ import numpy as np
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.errors import CommandParser, UserError, run_cli
+from mjax.errors import CommandParser, UserError, at_least, run_cli
 from mjax.generate.options import add_model_arguments, load_model
 from mjax.infer.text import windows
 
@@ -46,27 +46,27 @@ def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
     answers = commands.add_parser("answers", help="of conversations, to the letter; prints JSON")
     add_model_arguments(answers)
     answers.add_argument("--file", type=path_text, required=True, help="as data.conversations.path")
-    answers.add_argument("--limit", type=int, help="conversations read")
-    answers.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
-    answers.add_argument("--batch-size", type=int, default=32, help="rows at once")
-    answers.add_argument("--show", type=int, default=3, help="answers to print")
+    answers.add_argument("--limit", type=at_least(1), help="conversations read")
+    answers.add_argument("--max-new-tokens", type=at_least(1), default=64, help="of an answer")
+    answers.add_argument("--batch-size", type=at_least(1), default=32, help="rows at once")
+    answers.add_argument("--show", type=at_least(0), default=3, help="answers to print")
     loss = commands.add_parser("loss", help="of data that a run holds out; prints a JSON line")
     loss.add_argument("--run", type=as_path, required=True, help="folder of a run")
     loss.add_argument("--split", default="test", help="test, valid, or a name of data.eval_sets")
-    loss.add_argument("--steps", type=int, help="batches (default: as in the run)")
+    loss.add_argument("--steps", type=at_least(1), help="batches (default: as in the run)")
     loss.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys, such as mesh.dp=1")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
     for command in (file, tasks):
         add_model_arguments(command)
         longest = "tokens the model sees at once (default: what it takes, at most 4096)"
-        command.add_argument("--seq-length", type=int, metavar="N", help=longest)
-        command.add_argument("--batch-size", type=int, default=4, help="rows at once")
+        command.add_argument("--seq-length", type=at_least(1), metavar="N", help=longest)
+        command.add_argument("--batch-size", type=at_least(1), default=4, help="rows at once")
     file.add_argument("--file", type=as_path, required=True, help="UTF-8 text")
-    file.add_argument("--stride", type=int, metavar="M", help="default: half of --seq-length")
+    file.add_argument("--stride", type=at_least(1), metavar="M", help="default: --seq-length / 2")
     tasks.add_argument("--tasks", required=True, help="names, with commas between")
     tasks.add_argument("--include-path", type=path_text, help="folder with further tasks")
-    tasks.add_argument("--num-fewshot", type=int, help="default: the task's own")
-    tasks.add_argument("--limit", type=int, help="documents of each task, for a trial")
+    tasks.add_argument("--num-fewshot", type=at_least(0), help="default: the task's own")
+    tasks.add_argument("--limit", type=at_least(1), help="documents of each task, for a trial")
     tasks.add_argument("--chat", action="store_true", help="use the model's chat template")
     return parser.parse_args(argv)
 

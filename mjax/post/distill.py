@@ -10,7 +10,7 @@ from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.config.languages.paths import as_path
 from mjax.config.rules.reinforce_rules import draws_answers
 from mjax.config.schema.run import Config
-from mjax.errors import CommandParser, UserError, run_cli
+from mjax.errors import CommandParser, UserError, at_least, run_cli
 from mjax.post.reinforce import answers_of_update, require_rollouts
 from mjax.post.sft import keys_of, sft_defaults
 from mjax.run.command import train_command
@@ -36,7 +36,7 @@ def main() -> int:
     about = "write the teacher's likeliest tokens of all samples for distill.stored, and exit"
     parser.add_argument("--write", type=as_path, metavar="FOLDER", help=about)
     about = "with --write: tokens of each place (default: 64)"
-    parser.add_argument("--top", type=int, default=64, metavar="K", help=about)
+    parser.add_argument("--top", type=at_least(1), default=64, metavar="K", help=about)
     return train_command(
         parser,
         defaults=distill_defaults,

@@ -20,7 +20,7 @@ import jax
 
 from mjax.bench.report import own_commit
 from mjax.config.languages.paths import as_path
-from mjax.errors import CommandParser, UserError, run_cli
+from mjax.errors import CommandParser, UserError, at_least, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
 from mjax.prove.features import FEATURES, NAMES, ROWS, STEPS
 from mjax.sharding.processes.fake_devices import fake_devices
@@ -128,12 +128,14 @@ Written by `{{command}}` with jax {{jax}}, code of `{{commits}}`.
 
 def main() -> int:
     parser = CommandParser("prove", description=__doc__)
-    parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
+    parser.add_argument("--devices", type=at_least(1), nargs="+", default=[8], help="fake devices")
     parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"), help="the page")
     about = f"default: all, of {', '.join(map(repr, FEATURES))}"
     keys = {"nargs": "+", "choices": list(FEATURES), "default": list(FEATURES), "help": about}
     parser.add_argument("--features", metavar="NAME", **keys)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
+    parser.add_argument(
+        "--jobs", type=at_least(1), default=os.cpu_count(), help="processes at once"
+    )
     kept = "JSON lines to add to; cells that it has, of whatever code, are not run again"
     parser.add_argument("--records", type=as_path, help=kept)
     parser.add_argument("--cells", nargs="+", help=argparse.SUPPRESS)
@@ -145,8 +147,6 @@ def main() -> int:
     for option, path in (("--out", args.out), ("--records", args.records or args.out)):
         if not path.absolute().parent.is_dir():
             raise UserError(f"{option} {path}: no such folder; create it or name another file")
-    if min(*args.devices, args.jobs) < 1:
-        raise UserError(f"--devices {args.devices} --jobs {args.jobs}: give numbers above 0")
     with tempfile.TemporaryDirectory() as folder:
         file = args.records or Path(folder) / "records.jsonl"
         records = prove(args.devices, args.features, args.jobs, file)

@@ -24,7 +24,7 @@ from types import FrameType
 
 from mjax.checkpoint.base.steps import newest_step
 from mjax.config.schema.run import Config
-from mjax.errors import INTERRUPTED, START_AGAIN, UserError
+from mjax.errors import INTERRUPTED, START_AGAIN, UserError, at_least
 from mjax.run.faults.rendezvous import LOOK, Rendezvous, Round
 from mjax.run.monitor.log_writer import warn
 from mjax.sharding.processes.launcher import Processes, find_processes, launcher_variables
@@ -158,7 +158,7 @@ def add_restart_arguments(parser: argparse.ArgumentParser) -> None:
     text = "start again after a fault; N times in a row without a new checkpoint"
     group.add_argument("--restarts", type=int, metavar="N", help=text)
     text = "go on with so many if others stay away (default: all are needed)"
-    group.add_argument("--min-processes", type=int, metavar="M", help=text)
+    group.add_argument("--min-processes", type=at_least(1), metavar="M", help=text)
     text = "minutes to wait for processes that stay away (default: %(default)g)"
     group.add_argument("--patience", type=float, default=10.0, metavar="MINUTES", help=text)
 

@@ -293,13 +293,9 @@ def test_a_save_and_a_restore_are_measured(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [(["--dir=/nowhere"], "name another"), (["--steps=1"], "at least two steps")],
-)
-def test_what_cannot_be_saved_is_one_line(argv, message):
-    with pytest.raises(UserError, match=message):
-        checkpoint.main([*argv, *TINY])
+def test_a_folder_that_cannot_be_written_is_one_line():
+    with pytest.raises(UserError, match="name another"):
+        checkpoint.main(["--dir=/nowhere", *TINY])
 
 
 def test_launches_are_timed_one_by_one(monkeypatch):
@@ -358,9 +354,6 @@ def test_a_model_that_guesses_for_itself_says_how_often_it_is_right(capsys):
         (["--batch=1,x"], "--batch"),
         (["--batch="], "--batch"),
         (["--batch=1,0"], "--batch 0: give 1 or more"),
-        (["--prompt=0"], "--prompt 0: give 1 or more"),
-        (["--new=2"], "--new 2: give 3 or more"),
-        (["--samples=0"], "--samples 0"),
         (["--bandwidth=0"], "--bandwidth 0.0"),
         (["--prompt=30", "--new=3"], "max_position_embeddings=32"),
     ],

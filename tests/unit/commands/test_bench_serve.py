@@ -275,10 +275,9 @@ def test_bodies():
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--requests=0", "--requests, --groups and --vocab are at least 1"),
         ("--rate=0", "--rate, .* above 0"),
         ("--rate=a", "--rate 'a': give numbers"),
-        ("--concurrency=-1", "--concurrency 0;"),
+        ("--concurrency=-1", "--concurrency is at least 0;"),
         ("--body=[1]", "--body .*: give a JSON object"),
         ("--url=localhost:8000", "--url localhost:8000: is no address"),
     ],

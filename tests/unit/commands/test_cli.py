@@ -55,6 +55,52 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, mjax):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "command, given, least",
+    [
+        ("evaluate answers --ckpt a --file b", "--limit -1", 1),
+        ("evaluate answers --ckpt a --file b", "--max-new-tokens 0", 1),
+        ("evaluate answers --ckpt a --file b", "--batch-size 0", 1),
+        ("evaluate answers --ckpt a --file b", "--show -1", 0),
+        ("evaluate loss --run a", "--steps 0", 1),
+        ("evaluate perplexity --ckpt a --file b", "--seq-length 0", 1),
+        ("evaluate perplexity --ckpt a --file b", "--stride 0", 1),
+        ("evaluate harness --ckpt a --tasks b", "--limit 0", 1),
+        ("evaluate harness --ckpt a --tasks b", "--num-fewshot -1", 0),
+        ("distill", "--top 0", 1),
+        ("train", "--min-processes 0", 1),
+        ("data preprocess --input a --output b --tokenizer byte", "--workers 0", 1),
+        ("chat a", "--max-model-len 0", 1),
+        ("bench train", "--steps 0", 1),
+        ("bench train", "--warmup -1", 0),
+        ("bench train", "--documents 0", 1),
+        ("bench train", "--top -1", 0),
+        ("bench kernel all", "--samples 0", 1),
+        ("bench collective", "--samples -2", 1),
+        ("bench data", "--images 0", 1),
+        ("bench data", "--image-size 0", 1),
+        ("bench engine", "--shared -1", 0),
+        ("bench engine", "--requests 0", 1),
+        ("bench engine", "--new 1", 2),
+        ("bench engine", "--drafts -1", 0),
+        ("bench decode", "--new 2", 3),
+        ("bench decode", "--prompt x", 1),
+        ("bench decode", "--samples 0", 1),
+        ("bench data", "--batch 0", 1),
+        ("bench checkpoint", "--steps 1", 2),
+        ("bench serve --url a", "--requests 0", 1),
+        ("bench serve --url a", "--warmup -1", 0),
+        ("prove", "--jobs 0", 1),
+        ("prove", "--devices 0", 1),
+    ],
+)
+def test_a_count_that_is_too_small_is_one_line(command, given, least, mjax):
+    option, number = given.split()
+    code, out, err = mjax(*command.split(), option, number)
+    assert code == 2 and not out and len(err.splitlines()) == 1
+    assert f"argument {option}: {number}: give a whole number of at least {least};" in err
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_is_reached_by_both_names(name, mjax, monkeypatch, capsys):
     code, out, _ = mjax(*name.split(), "--help")

@@ -193,10 +193,9 @@ def test_a_corpus_has_a_name_and_a_vocabulary_an_end(tmp_path):
         train_tokenizer(["a"], 10_000_001, tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("argv", [["data", "--tokens", "nan"], ["data", "--batch", "0"]])
-def test_a_benchmark_needs_something_to_measure(argv):
-    with pytest.raises(UserError, match=f"{argv[1]} .*: give 1 or more"):
-        measure(argv[1:])
+def test_a_benchmark_needs_something_to_measure():
+    with pytest.raises(UserError, match="--tokens nan: give 1 or more"):
+        measure(["--tokens", "nan"])
 
 
 def test_a_tower_of_one_channel_is_trained_with_one_mean():
