@@ -147,7 +147,7 @@ def training_context(
         attention=cfg.train.attention,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
-        deterministic=cfg.run.deterministic,
+        deterministic=cfg.run.deterministic or trains_in_blocks(cfg),
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         permute=permute,

@@ -165,7 +165,7 @@ class Programs:
             program.execution,
             overlaps,
             devices,
-            self.cfg.run.deterministic or kernels.blocks is not None,
+            kernels.deterministic,
             reads_pairs=devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape)),
             reads_images="vision" in self.cfg.model.embedded,
         )

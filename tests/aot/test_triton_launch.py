@@ -117,6 +117,33 @@ def test_no_output_comes_after_one_in_the_place_of_an_input(monkeypatch):
     assert aliased == "2", text
 
 
+@pytest.mark.parametrize("launch", ["jax-triton", "xla"])
+def test_xla_takes_no_slice_into_a_kernel_that_writes_to_an_input(launch, monkeypatch):
+    """Of a loop's arrays: there the output in an input's place is another, which nothing writes."""
+
+    def layer(x, gain):
+        y, stream, _ = measured_rows(x, gain, 1e-5)
+        return y, stream
+
+    def again(total, saved):
+        return total + sum(measured_rows(*saved, 1e-5)[:2]), None
+
+    def loops(x, gains):
+        y, saved = jax.lax.scan(layer, x, gains)
+        return jax.lax.scan(again, y, (saved, gains))[0]
+
+    monkeypatch.setenv("MJAX_TRITON_LAUNCH", launch)
+    one = SingleDeviceSharding(compiler_devices(H200, 1)[0])
+    shapes = (64, 256), (5, 256)
+    x, gains = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=one) for s in shapes)
+    with as_on(H200):
+        text = jax.jit(loops).lower(x, gains).compile().as_text()
+    calls = re.findall(r"custom-call\(.*output_to_operand_aliasing=.*rmsnorm_forward", text)
+    assert len(calls) == 2
+    for fused in re.findall(r"^%dynamic-slice-fusion.*?^}", text, re.M | re.S):
+        assert "output_to_operand_aliasing" not in fused
+
+
 def body(ptx: str) -> str:
     """Instructions, without labels of debuggers."""
     return re.sub(r"^\$L__(tmp|func)\w+:\n", "", ptx[ptx.index("\n{") :], flags=re.M)

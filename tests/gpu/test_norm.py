@@ -70,6 +70,43 @@ def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch
         assert a is None or bool((a == again).all())
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_loop_of_layers_is_the_layers_one_by_one(measured, again):
+    """Streams that a loop saves and reads, also to compute a layer `again`, are slices."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4096, 1024)).astype("bfloat16")
+    weights = tuple(jax.random.normal(k, (5, 1024)) for k in keys[1:])
+
+    def layer(x, weights):
+        gain, bias = weights
+        made = kernel.fork(x, gain, None if measured else bias, eps=1e-5, measured=measured)
+        return made.stream + 0.1 * made.normed, None
+
+    layer = jax.checkpoint(layer) if again else layer
+
+    def loop(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
+    def one_by_one(x, weights):
+        for row in zip(*weights, strict=True):
+            x, _ = layer(x, row)
+        return x
+
+    _poison()
+    found, want = (jax.jit(_value_and_gradients(f))(x, weights) for f in (loop, one_by_one))
+    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+
+
+def _value_and_gradients(layers):
+    def total(x, weights):
+        return jnp.sum(jnp.square(layers(x, weights).astype(jnp.float32)))
+
+    return jax.value_and_grad(total, (0, 1))
+
+
 def _poison():
     """Leave NaN in the memory that the next outputs get: what is not written is seen."""
     jax.block_until_ready([jnp.full((1 << 25,), jnp.nan, jnp.float32) for _ in range(4)])

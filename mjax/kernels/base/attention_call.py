@@ -40,7 +40,7 @@ class AttentionCall:
     padded: promises that every sequence is one document, and then maybe padding.
     implementation: auto, xla, cudnn, mosaic or triton, as `train.attention`; of caches perhaps
         in_order (`models/attention/documents.py`).
-    deterministic: whether the program is `run.deterministic`.
+    deterministic: whether XLA compiles the program so.
     shared: whether segments may share a prefix (`AttentionArrays.shared`).
     eight_bits: whether the forward multiplies in E4M3 (`attention/eight_bits.py`).
     """

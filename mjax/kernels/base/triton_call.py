@@ -97,6 +97,9 @@ def _by_jax_triton(inputs: Sequence[jax.Array], call: KernelCall) -> list[jax.Ar
         options = {"enable_fp_fusion": True, "ptx_version": PTX_VERSION}
         more = {"out_type": [call.outputs[o] for o in places], "backend_options": options}
         more |= dict.fromkeys(unpassed)
+    # XLA lets a kernel read a slice of an array, or write one, where it lies. It does so with
+    # aliased arrays, too, as if the kernel wrote its output: a loop's slices would be lost.
+    inputs = jax.lax.optimization_barrier(list(inputs)) if aliases else inputs
     found = jax_triton.triton_call(
         *inputs,
         kernel=call.kernel,
@@ -106,7 +109,8 @@ def _by_jax_triton(inputs: Sequence[jax.Array], call: KernelCall) -> list[jax.Ar
         **more,
         **dict(call.constants),
     )
-    return [found[places.index(o)] for o in range(len(places))]
+    found = [found[places.index(o)] for o in range(len(places))]
+    return jax.lax.optimization_barrier(found) if aliases else found
 
 
 def _lowered(ctx: Any, *operands: Any, call: KernelCall) -> Sequence[Any]:

@@ -22,7 +22,7 @@ class Kernels:
     """The implementations that a forward pass asks for.
 
     attention, experts, expert_exchange: config keys of `train`.
-    deterministic: `run.deterministic`.
+    deterministic: whether the program is, for `run.deterministic` or for blocks.
     cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     measures_norms: whether norms find the largest magnitude of what they give, which scales it.
