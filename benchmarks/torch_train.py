@@ -4,10 +4,11 @@ What `python -m mjax.bench train` is compared with: the model of transformers th
 export to, at the same sizes, batch and micro-batches, without recomputation. torch compiles it with
 its default settings; attention is its scaled dot product. Masters and moments are in fp32 and
 products in bf16 by autocast, or all in `--dtype`; AdamW is torch's fused one, and gradients are
-clipped as the config says. Inputs are random and whole, and nothing drops out. It runs on one GPU,
-in a process of its own, so that JAX holds none of its memory. tok/s, TFLOP/s and MFU count what
-mjax counts for this config. With lora.rank the layers have PEFT's adapters on all of their
-matmuls; the base is then in bf16 and does not train.
+clipped as the config says. Inputs are random, and nothing drops out. With `--documents` a row packs
+so many texts: positions start anew, and a mask keeps them apart, as a plain loop of torch has it.
+It runs on one GPU, in a process of its own, so that JAX holds none of its memory. tok/s, TFLOP/s
+and MFU count what mjax counts for this config, as if a row were one text. With lora.rank the layers
+have PEFT's adapters on all of their matmuls; the base is then in bf16 and does not train.
 """
 
 import argparse
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         default="mixed",
         help="of weights, gradients and moments; mixed: fp32 with autocast to bf16 (default)",
     )
+    about = "texts in a row, of equal length (default: 1)"
+    parser.add_argument("--documents", type=int, default=1, help=about)
     parser.add_argument(
         "--compile",
         choices=("model", "layers", "no"),
@@ -62,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
             f"torch_train: train.objective={cfg.train.objective} is not compared; "
             f"{', '.join(OBJECTIVES)} are"
         )
+    if args.documents < 1 or cfg.data.seq_length % args.documents:
+        raise UserError(f"--documents {args.documents}: give a divisor of {cfg.data.seq_length}")
+    if args.documents > 1 and (cfg.train.objective != "next_token" or cfg.model.modalities):
+        raise UserError("--documents: only rows of texts for next_token are packed")
     if cfg.train.freeze:
         raise UserError("torch_train: it trains all parameters; give train.freeze=[]")
     return report(args, [measure(cfg, args)])
@@ -75,7 +82,9 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = made_model(cfg, args.dtype, args.compile, device)
-    step = training_step(cfg, model, random_inputs(cfg, device), args.dtype == "mixed", device)
+    step = training_step(
+        cfg, model, random_inputs(cfg, device, args.documents), args.dtype == "mixed", device
+    )
     start = time.perf_counter()
     loss = float(step())
     first = time.perf_counter() - start
@@ -126,6 +135,7 @@ def case(cfg: Config, args: argparse.Namespace) -> dict:
         "seq": cfg.data.seq_length,
         "global_batch": cfg.train.global_batch_size,
         "micro_batch": cfg.train.micro_batch_size,
+        "documents": args.documents,
         "dtype": args.dtype,
         "lora_rank": cfg.lora.rank,
         "compile": args.compile,
@@ -215,8 +225,11 @@ def training_step(
     return step
 
 
-def random_inputs(cfg: Config, device: str) -> dict:
-    """A micro-batch for the model of `made_model`, with what makes it return a loss."""
+def random_inputs(cfg: Config, device: str, documents: int = 1) -> dict:
+    """A micro-batch for the model of `made_model`, with what makes it return a loss.
+
+    Rows are of so many `documents`, if the objective is next_token.
+    """
     import torch
 
     rng = np.random.default_rng(0)
@@ -239,7 +252,21 @@ def random_inputs(cfg: Config, device: str) -> dict:
         arrays["labels"] = rng.integers(0, model.vocab_size, shape)
     else:
         arrays["labels"] = labels_of(tokens, model)
+        if documents > 1:
+            arrays |= packing_of(arrays["labels"], documents)
     return {name: torch.as_tensor(array, device=device) for name, array in arrays.items()} | rest
+
+
+def packing_of(labels: np.ndarray, documents: int) -> dict[str, np.ndarray]:
+    """Labels [B, S] without the first of each document, positions, and a mask [B, 1, S, S]."""
+    place, length = np.arange(labels.shape[1]), labels.shape[1] // documents
+    reads = place[:, None] >= place
+    reads &= place[:, None] // length == place // length
+    return {
+        "labels": np.where(place % length == 0, -100, labels),
+        "position_ids": np.broadcast_to(place % length, labels.shape).copy(),
+        "attention_mask": np.broadcast_to(reads, (len(labels), 1, *reads.shape)).copy(),
+    }
 
 
 def labels_of(tokens: np.ndarray, model: ModelConfig) -> np.ndarray:

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the oracle extra")
 
 from benchmarks import torch_train as bench  # noqa: E402
+from mjax.config import load  # noqa: E402
 
 TINY = ["--compile", "no", "--steps", "2", "--warmup", "0", "train.freeze=[]"]
 TINY += ["train.global_batch_size=4", "train.micro_batch_size=2", "model.hidden_size=32"]
@@ -38,6 +39,17 @@ def test_it_trains_and_counts_what_mjax_counts(name, capsys):
     assert record["first_loss"] == pytest.approx(loss, abs=near)
     tokens = 4 * record["case"]["seq"] * 1e3 / record["ms"]
     assert record["tokens_per_second"] == pytest.approx(tokens, rel=0.01)
+
+
+def test_packed_texts_are_texts_of_their_own():
+    keys = ["model.num_hidden_layers=1", "model.vocab_size=512", *TINY[7:], "data.seq_length=16"]
+    keys += ["model.attention.num_key_value_heads=1", "model.attention.head_dim=16"]
+    cfg = load("configs/models/llama3_8b.yaml", [*keys, "train.micro_batch_size=2"])
+    model = bench.made_model(cfg, "float32", "no", "cpu")
+    packed = bench.random_inputs(cfg, "cpu", documents=4)
+    alone = {"input_ids": packed["input_ids"].reshape(8, 4)}
+    alone["labels"] = alone["input_ids"]
+    assert model(**packed).loss.item() == pytest.approx(model(**alone).loss.item(), rel=1e-6)
 
 
 def test_berts_layers_compile_apart_and_its_head_with_the_loss(monkeypatch, capsys):
