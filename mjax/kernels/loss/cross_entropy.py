@@ -269,10 +269,10 @@ def _sums_fwd(tokens, w, bias, how):
         else:
             terms, d_z = _chunk(chunk, w, bias, how)
             d_z, slopes = d_z.astype(dtype), None
-        x = _scaled_rows(chunk.x, slopes)
+        x = scaled_rows(chunk.x, slopes)
         if bias is not None:
-            d_bias = d_bias + _scaled_rows(d_z, slopes).sum(0, dtype=sums)
-        d_x = _scaled_rows(jnp.einsum("tv,vd->td", d_z, w), slopes)
+            d_bias = d_bias + scaled_rows(d_z, slopes).sum(0, dtype=sums)
+        d_x = scaled_rows(jnp.einsum("tv,vd->td", d_z, w), slopes)
         d_w = d_w + jnp.einsum("tv,td->vd", d_z, x, preferred_element_type=sums)
         return (_add_sums(totals, terms), d_w, d_bias), d_x
 
@@ -317,7 +317,7 @@ def _add_sums(totals, terms):
     return {name: total + terms[name].sum() for name, total in totals.items()}
 
 
-def _scaled_rows(a, factors):
+def scaled_rows(a: jax.Array, factors: jax.Array | None) -> jax.Array:
     """The rows of a [T, ...], each times its factor if there are any, in the dtype of a."""
     return a if factors is None else (a * factors[:, None]).astype(a.dtype)
 
@@ -327,11 +327,34 @@ def _by_parts(tokens, w, bias, how):
 
     The last result is a factor [T] on rows of that gradient, or None: the slopes of a function.
     """
-    terms, mask, slopes = how.terms, tokens.mask, None
+    mask, slopes = tokens.mask, None
     if how.function is not None:  # the gradient is softmax - one-hot, for any function
         mask = jnp.ones_like(mask)
-        softcap = None if terms.softcap is None else terms.softcap / terms.temperature
-        terms = replace(terms, softcap=softcap)
+    losses, d_z = rows_by_parts(tokens.x, tokens.labels, mask, w, bias, how.terms, how.part)
+    found = {"loss": losses}
+    if how.function is not None:
+        scores = TokenScores(-losses)
+        found, by_score = apply_function(how.function, scores, tokens.fields, tokens.mask)
+        slopes = -by_score.log_p / how.terms.temperature
+    return found, d_z, slopes
+
+
+def rows_by_parts(
+    x: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    terms: Terms,
+    part: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(mask * losses fp32 [T], their gradient by logits [T, V] in x's dtype), by our kernel.
+
+    Logits are made for `part` tokens at a time, which divides T, and divided by the temperature;
+    the gradient is by what that gives.
+    """
+    if terms.softcap is not None:
+        terms = replace(terms, softcap=terms.softcap / terms.temperature)
 
     def body(d_z, cut):
         x, labels, mask, first = cut
@@ -341,17 +364,12 @@ def _by_parts(tokens, w, bias, how):
         losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
         return d_z, losses
 
-    count = tokens.labels.size
-    cut = [a.reshape(-1, how.part, *a.shape[1:]) for a in (tokens.x, tokens.labels, mask)]
-    firsts = jnp.arange(0, count, how.part, dtype=jnp.int32)[:, None]
-    d_z = lax.empty((count, w.shape[0]), tokens.x.dtype)  # each part writes its own rows
+    count = labels.size
+    cut = [a.reshape(-1, part, *a.shape[1:]) for a in (x, labels, mask)]
+    firsts = jnp.arange(0, count, part, dtype=jnp.int32)[:, None]
+    d_z = lax.empty((count, w.shape[0]), x.dtype)  # each part writes its own rows
     d_z, losses = lax.scan(body, d_z, (*cut, firsts))
-    found = {"loss": losses}
-    if how.function is not None:
-        scores = TokenScores(-losses.reshape(-1))
-        found, by_score = apply_function(how.function, scores, tokens.fields, tokens.mask)
-        slopes = -by_score.log_p / terms.temperature
-    return found, d_z, slopes
+    return losses.reshape(-1), d_z
 
 
 def _chunk(tokens, w, bias, how):

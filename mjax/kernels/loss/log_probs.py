@@ -1,8 +1,10 @@
 """Log-probabilities of given tokens, a chunk of logits at a time in both directions.
 
 The forward pass keeps the normalizer of each token, and nothing of the size of logits. The backward
-makes a chunk's logits anew and needs no further sums over the vocabulary. Losses over sequences (of
-pairs, of groups of samples) start from here; `cross_entropy.py` is for losses of tokens alone.
+makes a chunk's logits anew and needs no further sums over the vocabulary. The forward pass keeps
+the gradient of logits instead, and makes them once, where one chunk of our kernel holds all tokens.
+Losses over sequences (of pairs, of groups of samples) start from here; `cross_entropy.py` is for
+losses of tokens alone.
 """
 
 import functools
@@ -12,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.loss.cross_entropy import chunk_size, token_chunks
+from mjax.kernels.loss import rows as loss_rows
+from mjax.kernels.loss.cross_entropy import (
+    chunk_size,
+    cut_of,
+    rows_by_parts,
+    scaled_rows,
+    token_chunks,
+)
 from mjax.kernels.loss.logits import (
     exponentials,
     gradient_of_scores,
@@ -52,10 +61,11 @@ def token_scores(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _scores(x, w, bias, labels, terms, parallel, chunk, entropy):
-    return _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy)[0]
+    return _scores_by_chunks(x, w, bias, labels, terms, parallel, chunk, entropy)[0]
 
 
-def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
+def _scores_by_chunks(x, w, bias, labels, terms, parallel, chunk, entropy):
+    """((log-probabilities, entropies or None), logarithms of the normalizers)."""
     size = chunk_size(len(x), w.shape[0], chunk, _ELEMENTS)
 
     def body(_, cut):
@@ -63,20 +73,55 @@ def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
         return None, score_labels(z, real, cut[1], parallel, entropy=entropy)
 
     _, found = lax.scan(body, None, (token_chunks(x, size), token_chunks(labels, size)))
-    scores, log_z = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(x)], found)
-    return scores, (x, w, bias, labels, log_z, scores.entropy)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(x)], found)
+
+
+class _Normalizers(NamedTuple):
+    """Arrays [T] of which the backward makes the gradient of logits: it makes these anew."""
+
+    labels: jax.Array
+    log_z: jax.Array
+    entropies: jax.Array | None
+
+
+def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
+    size = len(x), w.shape[0]
+    is_plain = labels.ndim == 1 and not entropy and x.dtype != jnp.float16
+    if is_plain and loss_rows.supports_rows(*size, parallel.tp, chunk):
+        cut = cut_of(*size, chunk, fused=True)
+        if cut.chunk >= len(x):
+            given = (token_chunks(a, cut.chunk)[0] for a in (x, labels))
+            mask = jnp.ones(cut.chunk, jnp.float32)
+            losses, d_z = rows_by_parts(*given, mask, w, bias, terms, cut.part)
+            return TokenScores(-losses[: len(x)]), (x, w, bias, d_z)
+    scores, log_z = _scores_by_chunks(x, w, bias, labels, terms, parallel, chunk, entropy)
+    return scores, (x, w, bias, _Normalizers(labels, log_z, scores.entropy))
 
 
 def _scores_bwd(terms, parallel, chunk, entropy, saved, slopes):
-    x, w, bias, labels, log_z, entropies = saved
+    x, w, bias, kept = saved
     # A score is one value on all tp devices: its cotangents there add up.
     slopes = jax.tree.map(lambda g: parallel.psum(g, "tp"), slopes)
+    if isinstance(kept, _Normalizers):
+        return _gradients_by_chunks(x, w, bias, kept, slopes, terms, parallel, chunk)
+    factors = token_chunks(-slopes.log_p / terms.temperature, len(kept))[0]
+    sums = wide(x)
+    d_x = scaled_rows(jnp.einsum("tv,vd->td", kept, w), factors)[: len(x)]
+    rows = scaled_rows(token_chunks(x, len(kept))[0], factors)
+    d_w = jnp.einsum("tv,td->vd", kept, rows, preferred_element_type=sums).astype(w.dtype)
+    if bias is None:
+        return d_x, d_w, None, None
+    return d_x, d_w, scaled_rows(kept, factors).sum(0, dtype=sums).astype(bias.dtype), None
+
+
+def _gradients_by_chunks(x, w, bias, normalizers, slopes, terms, parallel, chunk):
+    """The gradients by x, w and bias, and None, from logits that are made anew."""
     size = chunk_size(len(x), w.shape[0], chunk, _BACKWARD_ELEMENTS)
     sums = wide(x)
 
     def body(carry, cut):
         d_w, d_bias = carry
-        x, labels, log_z, entropies, slopes = cut
+        x, (labels, log_z, entropies), slopes = cut
         z, slope, real = logits_of_chunk(x, w, bias, terms, parallel)
         d_z = gradient_of_scores(z, real, labels, parallel, log_z, entropies, slopes) * slope
         d_z = d_z.astype(x.dtype)
@@ -87,7 +132,7 @@ def _scores_bwd(terms, parallel, chunk, entropy, saved, slopes):
 
     d_bias = None if bias is None else jnp.zeros(bias.shape, sums)
     start = jnp.zeros(w.shape, sums), d_bias
-    tokens = jax.tree.map(lambda a: token_chunks(a, size), (x, labels, log_z, entropies, slopes))
+    tokens = jax.tree.map(lambda a: token_chunks(a, size), (x, normalizers, slopes))
     (d_w, d_bias), d_x = lax.scan(body, start, tokens)
     d_bias = None if bias is None else d_bias.astype(bias.dtype)
     return d_x.reshape(-1, x.shape[1])[: len(x)], d_w.astype(w.dtype), d_bias, None

@@ -83,8 +83,8 @@ def core_files() -> dict[Path, str]:
 ROOMS = {
     "config": 4_150,
     "sharding": 950,
-    "kernels": 8_700,
-    "models objectives": 10_300,
+    "kernels": 8_750,
+    "models objectives": 10_250,
     "pipeline": 850,
     "plan": 2_000,
     "optim": 750,

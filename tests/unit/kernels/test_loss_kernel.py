@@ -11,6 +11,7 @@ import pytest
 from mjax.kernels.base import chooser
 from mjax.kernels.loss import cross_entropy as ce
 from mjax.kernels.loss import rows as kernel
+from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.rows import LossTile, Terms, rows
 from mjax.prove import Cell, deviation, make_trainer, measure
 from mjax.sharding.collectives import LOCAL
@@ -153,6 +154,39 @@ def test_the_whole_loss_is_what_xla_makes_it(tokens, vocab, padded, chunk, kind,
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=3e-6 * np.abs(b).max())
     assert np.abs(got[1][1][vocab:]).max(initial=0) == 0
+
+
+@pytest.mark.parametrize("tokens, chunk, keeps", [(37, None, True), (37, 8, False)])
+@pytest.mark.parametrize("kind", [{}, {"softcap": 5.0, "temperature": 0.7}], ids=["plain", "all"])
+def test_scores_keep_their_gradient_where_a_chunk_holds_all(tokens, chunk, keeps, kind, request):
+    """Then three matmuls of the vocabulary do; four make the logits anew."""
+    rng = np.random.default_rng(tokens)
+    x, w = (jnp.asarray(rng.normal(size=(n, 24)), jnp.float32) for n in (tokens, 256))
+    w, bias = w.at[251:].set(1e3), jnp.asarray(rng.normal(size=256), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 251, tokens), jnp.int32)
+
+    def loss(x, w, bias):
+        terms = Terms(251, **kind)
+        more = {"terms": terms, "parallel": LOCAL, "chunk": chunk, "bias": bias}
+        return jnp.sum(jnp.sin(token_scores(x, w, labels, **more).log_p))
+
+    def traced(gradient):
+        f = jax.value_and_grad(loss, (0, 1, 2)) if gradient else loss
+        return jax.jit(lambda *given: f(*given)).trace(x, w, bias)  # anew
+
+    def counts(made):
+        return [
+            len(re.findall(name, str(made.jaxpr))) for name in (r"pure_callback\[", "dot_general")
+        ]
+
+    plain = traced(True)
+    assert counts(plain) == [0, 4]
+    request.getfixturevalue("on")
+    ours = traced(True)
+    assert counts(traced(False)) == [0, 1] and counts(ours) == ([1, 3] if keeps else [0, 4])
+    got, want = (made.lower().compile()(x, w, bias) for made in (ours, plain))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=3e-6 * np.abs(b).max())
 
 
 def test_only_what_fits_takes_it(on, monkeypatch):
