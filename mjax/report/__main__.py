@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
     text = page(runs)
     with or_user_error(f"--out {args.out}: cannot be written ({{reason}})"):
-        args.out.write_text(text, encoding="utf-8")
+        args.out.write_text(text, encoding="utf-8", errors="replace")
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     print(f"{args.out}: {count}, {len(text) / 1e6:.1f} MB")
     return 0

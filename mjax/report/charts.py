@@ -1,14 +1,19 @@
 """The charts of a report, as figures of Bokeh that share one axis of steps.
 
-A run has one color in all of them. The colors are those of Okabe and Ito, which people with any
-common color vision tell apart; lines are dashed where there are more runs than colors.
+The table `charts.yaml` says which. A run has one color in all charts. The colors are those of Okabe
+and Ito, which people with any common color vision tell apart. Lines are dashed where a run has
+several in a chart, or where there are more runs than colors.
 """
 
+import fnmatch
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import yaml
 from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
@@ -29,68 +34,62 @@ from mjax.report.runs import COLORS, Run, smoothed, thinned
 
 DASHES = ("solid", "dashed", "dotted")
 MOST_POINTS = 1200  # of a curve
+MOST_OTHERS = 12  # charts of fields that a row with a * stands for
 SPAN = 0.01  # of a run's records, over which a curve is smoothed
 TIP_STYLE = "font: 12px system-ui, sans-serif; max-width: 40em"
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A field of the log and how it is drawn; `scale` takes it to `unit`.
+    """A row of `charts.yaml`, which says what its fields are; `group` is the heading over it."""
 
-    axis: "linear" (the range of the values), "zero" (from zero) or "log". smooth: draw its mean
-    over the raw curve. ticks: a number format of Bokeh.
-    """
-
-    field: str
+    group: str
     title: str
-    unit: str
+    fields: dict[str, str]
+    unit: str = ""
     axis: str = "linear"
     scale: float = 1.0
     smooth: bool = False
     ticks: str | None = None
+    unless: str = ""
+    rare: bool = False
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.fields))
+
+    def drawn(self, run: Run) -> list[str]:
+        """The fields that a run has curves of."""
+        if run.knows(self.unless):
+            return []
+        known = filter(run.knows, self.fields)
+        return [name for name in known if not self.rare or run.column(name)[1].any()]
+
+    def of(self, name: str) -> "Quantity":
+        """The chart of a field that this row's first one, which has a *, stands for."""
+        part = name.removeprefix(self.name.removesuffix("*"))
+        fields = {field.replace("*", part): what for field, what in self.fields.items()}
+        return replace(self, title=part[:1].upper() + part[1:].replace("_", " "), fields=fields)
 
 
-QUANTITIES = (
-    Quantity("loss", "Training loss", "nats a token", smooth=True),
-    Quantity("eval_loss", "Held-out loss", "nats a token"),
-    Quantity("eval_accuracy", "Held-out accuracy", "% told right", "zero", 100.0),
-    Quantity("grad_norm", "Gradient norm", "before clipping", "log", smooth=True),
-    Quantity("lr", "Learning rate", "", "zero"),
-    Quantity("tokens_per_second", "Throughput", "tokens/s a device", "zero", ticks="0,0"),
-    Quantity("mfu", "Model FLOP/s utilization", "% of the bf16 peak", "zero", 100.0),
-    Quantity("tflops", "Model FLOP/s", "TFLOP/s a device", "zero"),
-    Quantity("ms_per_step", "Time of a step", "ms", "zero", ticks="0,0.[000]"),
-    Quantity("memory_gb", "Peak device memory", "GB, the fullest device", "zero"),
-    Quantity("data_wait", "Waiting for data", "% of a step", "zero", 100.0),
-    Quantity("goodput", "Goodput", "% of the wall time", "zero", 100.0),
-    Quantity("slowest_host_ms", "Slowest host", "ms a step", "zero", smooth=True),
-)
+def chart_table() -> tuple[list[Quantity], list[str]]:
+    """Returns the rows of `charts.yaml`, and the fields that are not drawn."""
+    groups = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    hidden = groups.pop("not drawn")
+    return [Quantity(group, **row) for group, rows in groups.items() for row in rows], hidden
 
-# Writes the values of all curves at the step under the pointer into the chart's heading.
-READ_OUT = """
-const heading = document.getElementById(`values-${field}`)
-if (heading == null) return
-const step = cb_data.geometry.x
-const shown = value => Math.abs(value) >= 9999.5
-  ? value.toLocaleString("en", {maximumFractionDigits: 0}) : `${Number(value.toPrecision(4))}`
-const parts = sources.map((source, i) => {
-  const steps = source.data.step
-  let at = steps.findIndex(one => one >= step)
-  if (at < 0) at = steps.length - 1
-  if (at > 0 && step - steps[at - 1] < steps[at] - step) at -= 1
-  const value = (source.data.mean ?? source.data.value)[at]
-  const part = document.createElement("span")
-  part.style.borderColor = colors[i]
-  const is_known = Number.isFinite(value) && step >= steps[0] - 1 && step <= steps.at(-1) + 1
-  part.textContent = is_known ? shown(value) : "\u2013"
-  part.title = names[i]
-  return [steps[at], part]
-})
-const nearest = parts.map(([at]) => at).sort((a, b) => Math.abs(a - step) - Math.abs(b - step))[0]
-const label = document.createElement("span")
-label.textContent = `step ${nearest.toLocaleString("en")}`
-heading.replaceChildren(label, ...parts.map(([, part]) => part))
-"""
+
+def quantities(runs: list[Run]) -> Iterator[Quantity]:
+    """Yield the charts of runs: the rows, and what rows with a * stand for."""
+    rows, hidden = chart_table()
+    named = {*hidden, *(field for row in rows for field in row.fields)}
+    found = [name for run in runs for name in (*run.training, *run.held_out) if name not in named]
+    free = dict.fromkeys(name.removeprefix("eval_") for name in found)
+    for row in rows:
+        others = fnmatch.filter(free, row.name) if "*" in row.name else []
+        yield from map(row.of, others[:MOST_OTHERS]) if others else [row]
+        for name in others:
+            del free[name]
 
 
 @dataclass(frozen=True)
@@ -101,19 +100,21 @@ class Look:
     dash: str
 
 
-def look_of(number: int) -> Look:
-    return Look(COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)])
+def look_of(number: int, curve: int = 0) -> Look:
+    """The look of a run's curve in a chart; with several curves a run, dashes are theirs."""
+    dash = curve or number // len(COLORS)
+    return Look(COLORS[number % len(COLORS)], DASHES[dash % len(DASHES)])
+
+
+def page_part(name: str) -> str:
+    """The text of a file of `page_parts`."""
+    return (Path(__file__).parent / "page_parts" / name).read_text(encoding="utf-8")
 
 
 def charts(runs: list[Run], steps: Range1d) -> dict[str, tuple[Quantity, figure]]:
-    """A figure for each quantity that any run knows, by field."""
-    made = {}
-    for quantity in (*QUANTITIES, *other_losses(runs)):
-        known = {run.name for run in runs if len(run.column(quantity.field)[0])}
-        has_mfu = quantity.field == "tflops" and "mfu" in made  # the same curve
-        if known and not has_mfu:
-            made[quantity.field] = quantity, chart(quantity, runs, steps)
-    return made
+    """A figure for each quantity that any run knows, by its first field."""
+    known = [row for row in quantities(runs) if any(map(row.drawn, runs))]
+    return {row.name: (row, chart(row, runs, steps)) for row in known}
 
 
 def shared_steps(runs: list[Run]) -> Range1d:
@@ -128,41 +129,30 @@ def shared_steps(runs: list[Run]) -> Range1d:
     return Range1d(least - margin, most + margin)
 
 
-def is_loss(name: str) -> bool:
-    """Whether a field of a record is a loss."""
-    return name.endswith("loss") or name.startswith("eval_loss/")
-
-
-def other_losses(runs: list[Run]) -> list[Quantity]:
-    """Returns losses of other sets, and terms of the loss such as `aux_loss`."""
-    names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
-    known = {quantity.field for quantity in QUANTITIES}
-    others = [name for name in names if is_loss(name) and name not in known]
-    return [Quantity(name, name.replace("_", " "), "", smooth=True) for name in others[:6]]
-
-
 def chart(quantity: Quantity, runs: list[Run], steps: Range1d) -> figure:
-    """The curves of a quantity over the steps, one a run."""
-    made = _empty(quantity.axis, steps, height=340 if quantity.field == "loss" else 250)
+    """The curves of a quantity over the steps, one a run and field."""
+    made = _empty(quantity.axis, steps, height=340 if quantity.name == "loss" else 250)
     if quantity.ticks is not None:
         made.yaxis.formatter = NumeralTickFormatter(format=quantity.ticks)
     drawn = []
     for number, run in enumerate(runs):
-        x, y = run.column(quantity.field)
-        look = look_of(number)
-        if len(x):
-            drawn.append((run.name, look, *_draw(made, quantity, look, x, y * quantity.scale)))
-        if quantity.field == "loss" and run.events:
+        for field in quantity.drawn(run):
+            look = look_of(number, list(quantity.fields).index(field))
+            x, y = run.column(field)
+            name = f"{run.name} {quantity.fields[field]}"
+            drawn.append((name, look, *_draw(made, quantity, look, x, y * quantity.scale)))
+        if quantity.name == "loss" and run.events:
             at = sorted({event.step for event in run.events})
-            made.vspan(x=at, line_color=look.color, line_alpha=0.4)
+            made.vspan(x=at, line_color=look_of(number).color, line_alpha=0.4)
     names, looks, lines, sources = map(list, zip(*drawn, strict=True))
     arguments = {
-        "field": quantity.field,
+        "field": quantity.name,
         "names": names,
         "colors": [look.color for look in looks],
+        "dashes": [look.dash for look in looks],
         "sources": sources,
     }
-    read_out = CustomJS(args=arguments, code=READ_OUT)
+    read_out = CustomJS(args=arguments, code=page_part("read_out.js"))
     made.add_tools(
         HoverTool(renderers=lines, mode="vline", tooltips=None, visible=False, callback=read_out)
     )
@@ -174,7 +164,8 @@ def _draw(
 ) -> tuple[GlyphRenderer, ColumnDataSource]:
     """Draw a curve; returns its line and its points."""
     if quantity.axis == "log":
-        y = np.where(y > 0, y, math.nan)
+        kept = y != 0 if y.any() else slice(None)
+        x, y = x[kept], np.where(y > 0, y, math.nan)[kept]
     chosen = thinned(y, MOST_POINTS)
     span = max(SPAN * len(y), 1.0)
     data = {"step": x[chosen], "value": y[chosen].astype(np.float32)}

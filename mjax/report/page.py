@@ -12,99 +12,44 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 
 from mjax.config.languages.difference import shown
-from mjax.report.charts import Look, charts, events_chart, look_of, shared_steps
+from mjax.report.charts import Quantity, charts, events_chart, look_of, page_part, shared_steps
 from mjax.report.runs import Run, best_held_out, config_differences, last_finite, median, restarts
 from mjax.run.monitor.console import duration
 from mjax.run.monitor.goodput import LOST, TRAINING
 
 MOST_EVENTS = 200  # of a run in the list
+MOST_ANSWERS = 5  # of a run
+UNKNOWN = "–"
 
-# The names and colors of the page of `mjax serve`. Bokeh draws axes in the colors of `--bk-` names;
-# it understands no `light-dark()`.
-
-STYLE = """
-:root { color-scheme: light;
-  --page: #f5f7fa; --card: #ffffff; --line: #dfe4ea; --text: #1f2933; --soft: #586574; }
-@media screen and (prefers-color-scheme: dark) { :root:not([data-theme="light"]) {
-  color-scheme: dark;
-  --page: #12161c; --card: #1a1f27; --line: #2b333e; --text: #e4e9ef; --soft: #9aa7b6; } }
-:root { --bk-background-fill-color: var(--card); --bk-border-fill-color: var(--card);
-  --bk-grid-line-color: var(--line); --bk-axis-line-color: var(--soft);
-  --bk-major-tick-line-color: var(--soft); --bk-major-label-text-color: var(--text);
-  --bk-fill-color: var(--soft); --bk-line-color: var(--text); --bokeh-icon-color: var(--soft); }
-.bk-Tooltip { --tooltip-color: var(--card); --tooltip-text: var(--text); }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
-h1 { font-size: 24px; font-weight: 650; margin: 0; letter-spacing: -0.01em; }
-h2 { font-size: 17px; font-weight: 650; margin: 34px 0 10px; }
-.made { color: var(--soft); margin: 2px 0 18px; font-size: 13px; }
-.card, .chart { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-.card { overflow-x: auto; } .wide { grid-column: 1 / -1; }
-.charts { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
-.chart { position: relative; padding: 12px 12px 4px; break-inside: avoid; }
-.values { position: absolute; top: 12px; right: 28px; font-size: 13px; font-weight: 600;
-  font-variant-numeric: tabular-nums; }
-.values span { margin-left: 14px; border: 0 solid; }
-.values span:first-child { color: var(--soft); font-weight: 400; }
-.values span + span { border-bottom-width: 3px; }
-.chart h3 { font-size: 14px; font-weight: 650; margin: 0 0 4px 4px; }
-.chart h3 span { color: var(--soft); font-weight: 400; margin-left: 6px; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th, td { text-align: left; padding: 7px 14px; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
-tr:last-child td { border-bottom: 0; }
-th { color: var(--soft); font-weight: 550; font-size: 12.5px; white-space: nowrap; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.text { overflow-wrap: anywhere; } .run { white-space: nowrap; font-weight: 550; }
-.swatch { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 8px;
-  vertical-align: middle; }
-code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.hint { color: var(--soft); font-size: 13px; margin: 8px 0 0; }
-.legend.card { position: sticky; top: 0; z-index: 5; margin: 16px 0; padding: 7px 14px;
-  display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 13.5px; }
-@page { size: 1360px 1920px; margin: 0; }
-@media screen and (max-width: 900px) { .charts { grid-template-columns: minmax(0, 1fr); } }
-"""
-
-# Bokeh's canvases keep the colors that they were painted in. A print does not wait, and is light.
-# Chromium prints a layer that was only cleared as white over the others, so one is painted.
-FOLLOW_THEME = """<script>
-const repaint = () => Bokeh.index.roots.forEach(view => { // one is no figure
-  view.request_paint?.(view.model.renderers[0]) // and with it all of its layer
-  view.repaint?.()
-})
-const show = theme => () => { document.documentElement.dataset.theme = theme; repaint() }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint)
-addEventListener("beforeprint", show("light"))
-addEventListener("afterprint", show("browser"))
-</script>"""
+STYLE = page_part("style.css")
 
 
 def page(runs: list[Run]) -> str:
     """The whole report as HTML."""
     steps = shared_steps(runs)
     made, events = charts(runs, steps), events_chart(runs, steps)
-    figures = {field: chart for field, (_, chart) in made.items()}
+    figures = {name: chart for name, (_, chart) in made.items()}
     if events is not None:
         figures["events"] = events
     script, divisions = components(figures)
-    cards = {field: (quantity.title, quantity.unit) for field, (quantity, _) in made.items()}
-    cards["events"] = ("Events", "hover for the text")
-    order = ["loss", "events", *(field for field in figures if field not in ("loss", "events"))]
-    drawn = [_card(*cards[name], divisions[name], name) for name in order if name in figures]
+    groups: dict[str, list[str]] = {}
+    for name, (quantity, _) in made.items():
+        groups.setdefault(quantity.group, []).append(_card(quantity, runs, divisions[name]))
+    if events is not None:
+        row = Quantity("Loss", "Events", {"events": ""}, "hover for the text")
+        groups.setdefault(row.group, []).insert(1, _card(row, [], divisions["events"]))
     title = "mjax: " + ", ".join(run.name for run in runs)
     sections = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="made">made {time.strftime("%Y-%m-%d %H:%M")}</p>',
         _summary(runs),
         _legend(runs),
-        f'<div class="charts">{"".join(drawn)}</div>',
+        *(f'<h2>{_text(g)}</h2><div class="charts">{"".join(c)}</div>' for g, c in groups.items()),
         '<p class="hint">The x axes are steps. Point at a chart to read its curves. Drag to zoom '
         "into all; the tools at its right pan, zoom by wheel, reset and save. Thin lines are the "
         "figures of the log, thick ones their exponential mean over 1 % of a run. Verticals are "
         "events.</p>",
+        _drawn_answers(runs),
         _wall_time(runs),
         _differences(runs),
         _events(runs),
@@ -114,7 +59,8 @@ def page(runs: list[Run]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{STYLE}</style>\n{scripts}</head>\n"
-        f"<body><main>{''.join(sections)}</main>\n{script}\n{FOLLOW_THEME}\n</body></html>\n"
+        f"<body><main>{''.join(sections)}</main>\n{script}\n"
+        f"<script>\n{page_part('follow_theme.js')}</script>\n</body></html>\n"
     )
 
 
@@ -122,20 +68,29 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _card(title: str, unit: str, division: str, name: str) -> str:
-    width = "chart wide" if name in ("loss", "events") else "chart"
-    unit = f"<span>{_text(unit)}</span>" if unit else ""
-    values = f'<div class="values" id="values-{_text(name)}"></div>'
-    return f'<section class="{width}"><h3>{_text(title)}{unit}</h3>{values}{division}</section>'
+def _card(row: Quantity, runs: list[Run], division: str) -> str:
+    width = "chart wide" if row.name in ("loss", "events") else "chart"
+    unit = f"<span>{_text(row.unit)}</span>" if row.unit else ""
+    drawn = {field for run in runs for field in row.drawn(run)}
+    key = ""
+    for i, (field, what) in enumerate(row.fields.items()):
+        if field in drawn and drawn != {row.name}:
+            line = f'<span class="swatch" style="border-top-style:{look_of(0, i).dash}"></span>'
+            key += f"<span>{line}{_text(what)}</span>"
+    values = f'<div class="values" id="values-{_text(row.name)}"></div>'
+    key = f'<div class="key">{key}</div>' if key else ""
+    heading = f"<h3>{_text(row.title)}{unit}</h3>"
+    return f'<section class="{width}">{heading}{values}{key}{division}</section>'
 
 
-def _run(run: Run, look: Look) -> str:
+def _run(run: Run, number: int) -> str:
+    look = look_of(number)
     style = f"border-top-color:{look.color};border-top-style:{look.dash}"
     return f'<span class="swatch" style="{style}"></span>{_text(run.name)}'
 
 
 def _legend(runs: list[Run]) -> str:
-    names = [f'<span class="run">{_run(run, look_of(i))}</span>' for i, run in enumerate(runs)]
+    names = [f'<span class="run">{_run(run, i)}</span>' for i, run in enumerate(runs)]
     return f'<div class="legend card">{"".join(names)}</div>'
 
 
@@ -151,35 +106,59 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool) ->
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return UNKNOWN if value is None else format(value, form)
 
 
 def _summary(runs: list[Run]) -> str:
-    head = ["run", "steps", "tokens", "last loss", "best held-out loss", "median tok/s a device"]
-    head += ["median MFU", "peak memory", "restarts", "unreadable lines"]
+    """A table of what came of each run; without the columns that no run knows."""
+    names = ["run", "steps", "tokens", "last reward", "best held-out reward", "last loss"]
+    names += ["best held-out loss", "median tok/s a device", "median MFU", "peak memory"]
+    names += ["restarts", "unreadable lines"]
     rows = []
     for i, run in enumerate(runs):
-        best = best_held_out(run)
         steps = max(records["step"].max() for records in (run.training, run.held_out) if records)
         memory = last_finite(run.column("memory_gb")[1])
         mfu = median(run.column("mfu")[1])
         rows.append(
             [
-                _run(run, look_of(i)),
+                _run(run, i),
                 f"{steps:,.0f}",
                 _number(last_finite(run.column("tokens")[1]), ",.0f"),
+                _number(last_finite(run.column("reward")[1]), ".4f"),
+                _best(run, "eval_reward", -1),
                 _number(last_finite(run.column("loss")[1]), ".4f"),
-                "–" if best is None else f"{best[0]:.4f} at {best[1]:,}",
+                UNKNOWN if run.knows("eval_reward") else _best(run, "eval_loss", 1),
                 _number(median(run.column("tokens_per_second")[1]), ",.0f"),
-                "–" if mfu is None else f"{100 * mfu:.1f} %",
-                "–" if memory is None else f"{memory:.1f} GB",
+                UNKNOWN if mfu is None else f"{100 * mfu:.1f} %",
+                UNKNOWN if memory is None else f"{memory:.1f} GB",
                 str(restarts(run)),
-                str(run.bad_lines),
+                str(run.bad_lines or UNKNOWN),
             ]
         )
-    if not any(run.bad_lines for run in runs):
-        head, rows = head[:-1], [row[:-1] for row in rows]
-    return _table(head, rows, numbers=True)
+    columns = [column for column in zip(names, *rows, strict=True) if {*column[1:]} != {UNKNOWN}]
+    head, *lines = zip(*columns, strict=True)
+    return _table(head, lines, numbers=True)
+
+
+def _best(run: Run, field: str, sign: int) -> str:
+    """The least value of a field times `sign`, and its step."""
+    found = best_held_out(run, field, sign)
+    return UNKNOWN if found is None else f"{found[0]:.4f} at {found[1]:,}"
+
+
+def _drawn_answers(runs: list[Run]) -> str:
+    """The last answers that each run drew, folded."""
+    shown = []
+    for i, run in enumerate(runs):
+        for answer in run.answers[-MOST_ANSWERS:]:
+            head = f"{_run(run, i)} step {answer.step:,}"
+            head += f", reward {_text(answer.reward)}" if answer.reward else ""
+            head += f" ({_text(answer.reason)})" if answer.reason else ""
+            text = f"<span>{_text(answer.prompt)}</span>{_text(answer.text)}"
+            shown.append(f"<details><summary>{head}</summary><pre>{text}</pre></details>")
+    heading = '<h2>Answers drawn last</h2><div class="card answers">'
+    hint = '<p class="hint">The end of the prompt in gray, and the answer, as the log has them.</p>'
+    return f"{heading}{''.join(shown)}</div>{hint}" if shown else ""
 
 
 def _wall_time(runs: list[Run]) -> str:
@@ -191,8 +170,8 @@ def _wall_time(runs: list[Run]) -> str:
     for i, run in enumerate(runs):
         whole = sum(run.seconds.values())
         shares = [run.seconds[name] / whole if whole else None for name in (TRAINING, *LOST)]
-        cells = ["–" if share is None else f"{100 * share:.1f} %" for share in shares]
-        rows.append([_run(run, look_of(i)), duration(whole) if whole else "–", *cells])
+        cells = [UNKNOWN if share is None else f"{100 * share:.1f} %" for share in shares]
+        rows.append([_run(run, i), duration(whole) if whole else UNKNOWN, *cells])
     hint = '<p class="hint">Shares of the time since the first start, restarts included.</p>'
     return f"<h2>Where the time went</h2>{_table(head, rows, numbers=True)}{hint}"
 
@@ -204,10 +183,11 @@ def _differences(runs: list[Run]) -> str:
     differ = config_differences(runs)
     if not differ:
         return f'{heading}<p class="hint">No key but run.dir, as far as the runs have configs.</p>'
-    head = ["key", *(_run(run, look_of(i)) for i, run in enumerate(runs))]
+    head = ["key", *(_run(run, i) for i, run in enumerate(runs))]
     rows = []
     for key, values in differ.items():
-        cells = ["–" if not run.config else _value(v) for run, v in zip(runs, values, strict=True)]
+        pairs = zip(runs, values, strict=True)
+        cells = [_value(value) if run.config else UNKNOWN for run, value in pairs]
         rows.append([f"<code>{_text(key)}</code>", *cells])
     return heading + _table(head, rows, numbers=False)
 
@@ -221,8 +201,8 @@ def _events(runs: list[Run]) -> str:
     rows = []
     for i, run in enumerate(runs):
         for event in run.events[-MOST_EVENTS:]:
-            when = "–" if event.time is None else _when(event.time)
-            cells = [_run(run, look_of(i)), f"{event.step:,}", when, _text(event.text)]
+            when = UNKNOWN if event.time is None else _when(event.time)
+            cells = [_run(run, i), f"{event.step:,}", when, _text(event.text)]
             rows.append(cells)
     heading = "<h2>Events</h2>"
     if not rows:
@@ -236,4 +216,4 @@ def _when(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return "–"
+        return UNKNOWN

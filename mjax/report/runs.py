@@ -4,8 +4,10 @@ Invariant: a damaged log is read as far as it goes. Lines that are no records ar
 out, values that are no numbers become NaN; nothing else is guessed.
 """
 
+import ast
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from mjax.run.monitor.goodput import GOODPUT_FILE, account
 
 Column = np.ndarray  # float64 [records]
 RESUMED = "resumed from "  # how the event of a restart begins
+_LITERAL = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # a text as Python writes it
+# The event of a transcript, as `post/rollouts/figures.py: transcript_line` writes it.
+ROLLOUT = rf"rollout: {_LITERAL} -> {_LITERAL}(?: \(reward ([^\s,]+?)(?:, (.*))?\))?"
 
 # Colors of drawings of runs: Okabe and Ito's, which the color-blind tell apart, and a gray. Two are
 # darker than theirs, so that each is seen on white and on a dark page.
@@ -36,12 +41,27 @@ class Event:
 
 
 @dataclass(frozen=True)
+class DrawnAnswer:
+    """An answer that a run drew, as far as its log has it.
+
+    reward: "" where there is none. reason: why it ended.
+    """
+
+    step: int
+    prompt: str
+    text: str
+    reward: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Run:
     """A run as its folder tells.
 
     training, held_out: a column for each field of the records, all of one length, in the order of
     steps. config: values by dotted key. bad_lines: lines of the log that could not be read.
     seconds: where the wall time went (`run/monitor/goodput.py`); {} where it is not known.
+    answers: answers that it drew, which are no events.
     """
 
     name: str
@@ -51,6 +71,10 @@ class Run:
     config: dict[str, object]
     bad_lines: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    answers: list[DrawnAnswer] = field(default_factory=list)
+
+    def knows(self, name: str) -> bool:
+        return len(self.column(name)[0]) > 0
 
     def column(self, name: str) -> tuple[Column, Column]:
         """(steps, values) of a field, held-out ones included; empty if there is none."""
@@ -96,10 +120,12 @@ def _record(line: str) -> dict | None:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    training, held_out, events, bad_lines = [], [], [], 0
+    training, held_out, events, answers, bad_lines = [], [], [], [], 0
     for record in records_of(folder):
         if record is None:
             bad_lines += 1
+        elif answer := _drawn_answer(record):
+            answers.append(answer)
         elif "event" in record:
             when = record.get("time")
             text = str(record["event"])
@@ -112,7 +138,20 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}/metrics.jsonl: holds no record of a step; train at least one")
     config = _read_config(folder / "config.yaml")
     columns = _columns(training), _columns(held_out)
-    return Run(name, *columns, events, config, bad_lines, _read_seconds(folder / GOODPUT_FILE))
+    seconds = _read_seconds(folder / GOODPUT_FILE)
+    return Run(name, *columns, events, config, bad_lines, seconds, answers)
+
+
+def _drawn_answer(record: dict) -> DrawnAnswer | None:
+    """The transcript that a record is an event of; None for all other records."""
+    found = re.fullmatch(ROLLOUT, str(record.get("event")), re.DOTALL)
+    if found is None:
+        return None
+    prompt, answer, reward, reason = found.groups("")
+    try:
+        return DrawnAnswer(record["step"], *map(ast.literal_eval, (prompt, answer)), reward, reason)
+    except (ValueError, SyntaxError):
+        return None
 
 
 def _is_number(value: object) -> bool:
@@ -209,13 +248,13 @@ def median(values: Column) -> float | None:
     return float(np.median(finite)) if len(finite) else None
 
 
-def best_held_out(run: Run) -> tuple[float, int] | None:
-    """(the least held-out loss, its step)."""
-    steps, losses = run.column("eval_loss")
-    if not np.isfinite(losses).any():
+def best_held_out(run: Run, name: str = "eval_loss", sign: int = 1) -> tuple[float, int] | None:
+    """(the least held-out loss, its step), or of another figure; the largest with sign -1."""
+    steps, values = run.column(name)
+    if not np.isfinite(values).any():
         return None
-    best = int(np.nanargmin(losses))
-    return float(losses[best]), int(steps[best])
+    best = int(np.nanargmin(sign * values))
+    return float(values[best]), int(steps[best])
 
 
 def restarts(run: Run) -> int:

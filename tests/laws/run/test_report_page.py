@@ -89,7 +89,8 @@ def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
     train_tiny(one, "train.steps=60")  # resumes
     two = train_tiny(tmp_path / "two", "train.steps=60", "optimizer.weight_decay=0.3")
     with open(two / "metrics.jsonl", "a") as log:
-        log.write(json.dumps({"step": 60, "event": HOSTILE, "time": 1.0}) + "\n")
+        for event in (HOSTILE, f"rollout: {HOSTILE!r} -> {HOSTILE!r} (reward 1, {HOSTILE})"):
+            log.write(json.dumps({"step": 60, "event": event, "time": 1.0}) + "\n")
     report = tmp_path / "report.html"
     assert cli.main([str(one), str(two), "--out", str(report)]) == 0
     text = report.read_text()
@@ -97,6 +98,7 @@ def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
     for title in ("Training loss", "Held-out loss", "Gradient norm", "Throughput", "Events"):
         assert title in titles
     assert "Goodput" in titles and re.search(r"Where the time went.*in repeated steps", text)
+    assert text.count("<details>") == 1  # the transcript, and nothing of it
     assert "optimizer.weight_decay" in text and "resumed from" in text
 
     page = tmp_path / "counted.html"

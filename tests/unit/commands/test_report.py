@@ -5,14 +5,23 @@ import importlib.util
 import json
 import math
 import re
+from itertools import takewhile
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from mjax.config.schema.reinforce import PolicyLoss
+from mjax.data.base.tokenizer import load_tokenizer
 from mjax.errors import UserError
+from mjax.post.policy.policy_losses import CORRECTION_MEAN, DIFFERENCE, MISMATCH, clip_figures
+from mjax.post.rollouts.figures import reward_figures, time_figures, transcript_line
+from mjax.post.rollouts.transcript import Transcript
 from mjax.report import __main__ as cli
 from mjax.report.runs import (
     COLORS,
+    DrawnAnswer,
     best_held_out,
     config_differences,
     last_finite,
@@ -191,6 +200,136 @@ def test_without_the_library_a_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'mjax\[report\]'"):
         cli.main([str(tmp_path)])
+
+
+def transcript(prompt, answer, reason="answered"):
+    ids = np.frombuffer((prompt + answer).encode(), np.uint8).astype(np.int32)
+    is_sampled = np.arange(len(ids)) >= len(prompt)
+    fields = 0 * ids.astype(np.float32), is_sampled, np.where(is_sampled, 0, -1)
+    return Transcript(0, 0, ids, *fields, 1.0, {"right": 1.0}, reason)
+
+
+def rollout(step, prompt, answer, end="(reward 0.5, answered)"):
+    return {"step": step, "event": f"rollout: {prompt!r} -> {answer!r} {end}", "time": 1.0}
+
+
+def test_transcripts_are_read_as_they_were_drawn_and_are_no_events(tmp_path):
+    texts = "1+1=", '2\' -> "3" (reward 9)\n\\'
+    drawn = transcript(*texts, reason="so (or so), by\nits end")
+    line = transcript_line(drawn, load_tokenizer("byte"))
+    lines = [record(1), {"step": 1, "event": line}, rollout(2, "a", 'it\'s "b"', "(reward -1e-05)")]
+    lines += [{"step": 3, "event": "rollout: 'a' -> 'of a student'"}]
+    broken = [
+        "rollout: 'a' -> 'b' (",
+        "rollout: '\\x' -> 'b' (reward 1)",
+        "rollout: 'a\nb' -> '' (reward 1)",
+    ]
+    run = read_run(write(tmp_path, lines + [{"step": 2, "event": text} for text in broken]), "a")
+    assert run.answers == [
+        DrawnAnswer(1, *texts, "1", "so (or so), by\nits end"),
+        DrawnAnswer(2, "a", 'it\'s "b"', "-1e-05", ""),
+        DrawnAnswer(3, "a", "of a student", "", ""),
+    ]
+    assert [event.text for event in run.events] == broken
+
+
+@needs_bokeh
+def test_transcripts_are_folded_and_cannot_become_a_part_of_the_page(tmp_path):
+    ends = f"(reward 1, {HOSTILE})", f"(reward <b>{HOSTILE.replace(' ', '').replace(',', '')})"
+    lines = [record(1), *(rollout(step, "left out", "x") for step in range(9))]
+    lines += [rollout(9, HOSTILE, HOSTILE, end) for end in ends]
+    lines += [rollout(10, "\ud800", "<script>")]  # a half of a character, which UTF-8 does not have
+    out = tmp_path / "page.html"
+    assert cli.main([str(write(tmp_path / "run", lines)), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert text.count("<details><summary>") == 5 and text.count("left out") == 2
+    assert "<pre><span>?</span>&lt;script&gt;</pre>" in text and "step 9, reward 1" in text
+    assert HOSTILE not in text and "<script>window" not in text and "<img src" not in text
+    assert "reward <b>" not in text and "reward &lt;b&gt;" in text
+
+
+def titles(folder, *others):
+    """{heading: titles of its charts} of a page on runs."""
+    cli.main([*map(str, (folder, *others)), "--out", str(folder / "page.html")])
+    parts = re.split("<h2>", (folder / "page.html").read_text())[1:]
+    found = {part.split("<")[0]: re.findall(r"<h3>(.*?)<", part) for part in parts}
+    return {heading: names for heading, names in found.items() if names}
+
+
+@needs_bokeh
+def test_a_chart_is_there_where_a_run_has_its_field(tmp_path):
+    plain = write(tmp_path / "plain", [record(1, mfu=0.5, tflops=3.0), {"step": 1, "eval_loss": 2}])
+    shown = {"Loss": ["Training loss", "Held-out loss", "Gradient norm", "Learning rate"]}
+    shown |= {"Speed": ["Model FLOP/s utilization"]}  # and not the same curve in TFLOP/s
+    assert titles(plain) == shown
+    drawn = {"reward": 0.5, "groups_dropped": 0, "prompts_skipped": 0, "environment/is_right": 1}
+    held_out = {"step": 1, "eval_loss": -0.5, "eval_reward": 0.5, "eval_of_mine": 1.0}
+    policy = write(tmp_path / "policy", [record(1, kl=0.1, **drawn), held_out])
+    shown = {
+        "Rewards and answers": ["Reward", "Is right"],
+        "Policy": ["Divergence from the reference"],
+    }
+    shown |= {
+        "Loss": ["Training loss", "Gradient norm", "Learning rate"],
+        "Other figures": ["Of mine"],
+    }
+    assert titles(policy) == shown  # a held-out loss would be the reward with another sign
+    text = (policy / "page.html").read_text()
+    assert "best held-out reward" in text and "best held-out loss" not in text
+    dash = '<span class="swatch" style="border-top-style:dashed"></span>'
+    assert text.count(f"{dash}held-out, likeliest answers") == 1
+    both = titles(policy, plain)
+    assert "Held-out loss" in both["Loss"] and both["Other figures"] == ["Of mine"]
+
+
+@needs_bokeh
+def test_a_part_of_every_second_step_is_one_line_on_a_logarithmic_axis(tmp_path):
+    from mjax.report.charts import charts, shared_steps
+
+    lines = [record(step, **{"seconds/rollout": 0.5 * (step % 2)}) for step in range(1, 6)]
+    lines[2]["seconds/rollout"] = None  # not known, which leaves a gap
+    lines[4]["seconds/update"] = 1.0
+    runs = read_runs([write(tmp_path, lines)])
+    _, figure = charts(runs, shared_steps(runs))["seconds/rollout"]
+    curves = [line.data_source.data["step"].tolist() for line in figure.renderers[::2]]
+    assert curves == [[1, 3, 5], [1, 2, 3, 4, 5]]
+    assert [line.glyph.line_dash for line in figure.renderers[::2]] == [[], [6]]
+
+
+def named_in(page):
+    """The figures that the tables of a page of docs/train name in rows after `| name |`."""
+    lines = (Path(__file__).parents[3] / "docs" / "train" / page).read_text().split("\n")
+    begins = [i for i, line in enumerate(lines) if line.startswith("| name |")]
+    rows = [row for i in begins for row in takewhile(lambda x: x.startswith("|"), lines[i + 2 :])]
+    return {name for row in rows for name in re.findall("`(.*?)`", row.split("|")[1])}
+
+
+@needs_bokeh
+def test_what_trainers_log_after_pretraining_has_a_chart():
+    kept = {name for kind in get_args(PolicyLoss) for name in clip_figures(kind)}
+    kept |= {DIFFERENCE, MISMATCH, CORRECTION_MEAN, "value/explained_variance", "value/grad_norm"}
+    kept |= reward_figures([[transcript("1=", "1")]], 4, 0).keys() - {"environment/right"}
+    parts = "rollout", "rewards", "log_probs", "update", "hand_over", "waiting", "critic"
+    kept |= time_figures(dict.fromkeys(parts, 1.0)).keys()
+    kept |= named_in("policy-losses.md") | named_in("preferences.md")
+    kept |= {"accuracy", "margin", "mean_reward", "center", "divergence", "nll", "hidden"}
+    from mjax.report.charts import chart_table
+
+    assert {"entropy", "rewards/margins", "logps/chosen", "seconds/rollout", "reward"} <= kept
+    rows, hidden = chart_table()
+    named = [field for row in rows for field in row.fields]
+    assert kept <= {*named, *hidden}
+    assert len(named) == len({*named}) and not {*named} & {*hidden}
+
+
+@needs_bokeh
+def test_rows_of_charts_can_be_drawn():
+    from mjax.report.charts import chart_table
+
+    for row in chart_table()[0]:
+        assert row.title and row.axis in ("linear", "zero", "log"), row
+        assert 1 <= len(row.fields) <= 3, "a chart has three kinds of lines"
+        assert len(row.fields) == 1 or all(row.fields.values()), "curves need a word each"
 
 
 COLOR = r"#[0-9a-fA-F]{3,8}\b|\b(?:rgb|hsl)a?\("
