@@ -498,7 +498,7 @@ def started(home: Path, workers: int) -> Iterator[tuple[int, subprocess.Popen]]:
     engine = {"max_model_len": 128, "max_num_seqs": 8, "max_num_prefill_tokens": 64}
     engine |= {"max_queued": 32, "max_loras": 3, "dtype": "float32"}
     engine |= {"adapters": {name: str(home / name) for name in NAMES[:2]}}
-    api = {"admin_keys": ["admin"], "slow_seconds": 1.0, "body_seconds": 1.0, "most_body": 2**20}
+    api = {"admin_keys": ["admin"], "slow_seconds": 1.0, "body_seconds": 5.0, "most_body": 2**20}
     options = {"model": str(home / "base"), "name": "tiny", "port": port, "workers": workers}
     options |= {"engine": engine, "api": api}
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(home)}

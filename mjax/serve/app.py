@@ -21,6 +21,7 @@ from starlette.responses import Response
 import mjax
 from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.bodies import Bodies
 from mjax.serve.api.chat import add_chat
 from mjax.serve.api.completions import add_completions
 from mjax.serve.api.limits import ApiOptions, Door, json_reply
@@ -60,6 +61,7 @@ def make_app(engines: Engines, options: ApiOptions = ApiOptions()) -> FastAPI:  
     if options.origins:
         named = {"allow_methods": ["*"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=[*options.origins], **named)
+    app.add_middleware(Bodies, options=options)
     return app
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mjax.errors import UserError
 from mjax.infer.async_engine import EngineDied
+from mjax.serve.api.bodies import Bodies
 from mjax.serve.api.limits import ApiOptions, json_reply
 from mjax.serve.app import make_app
 from mjax.serve.base.engines import Engines
@@ -31,19 +32,13 @@ class LateApp:
         self, addresses: Sequence[str], options: ServeOptions, on_ready: Callable[[], None]
     ):
         self._addresses, self._options, self._on_ready = addresses, options, on_ready
-        self._app: ASGIApp | None = None
+        self._app: ASGIApp = Bodies(_loading, ApiOptions())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif self._app is not None:
+        else:
             await self._app(scope, receive, send)
-        elif scope["type"] == "http" and scope["path"] == "/health":
-            await json_reply({"status": "loading"})(scope, receive, send)
-        elif scope["type"] == "http":
-            error = ApiError(503, "the model is being loaded", None, "not_ready")
-            wait = {"Retry-After": "5"}
-            await json_reply(error.body, 503, wait)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Hold the connection to the engines from the start to the end."""
@@ -67,6 +62,15 @@ class LateApp:
             options["chat_template"] = self._options.chat_template
             self._app = make_app(engines, ApiOptions(**options))
             self._on_ready()
+
+
+async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http" and scope["path"] == "/health":
+        await json_reply({"status": "loading"})(scope, receive, send)
+    elif scope["type"] == "http":
+        error = ApiError(503, "the model is being loaded", None, "not_ready")
+        wait = {"Retry-After": "5"}
+        await json_reply(error.body, 503, wait)(scope, receive, send)
 
 
 def _end_with_error(work: asyncio.Task) -> None:

@@ -1,7 +1,7 @@
 """Bounds of a request: keys, the size of its body, deadlines, readers that are slow or gone.
 
-`Door` is the first thing that a request meets; it looks at headers and counts the body, so that too
-much is refused before it is read. Invariant: work for a caller who is gone is cancelled.
+`Door` looks at headers, so that too much is refused before it is read. `bodies.py` counts what has
+no length there. Invariant: work for a caller who is gone is cancelled.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class Door:
             self._check(scope["method"], path, headers)
         except ApiError as e:
             return await json_reply(e.body, e.status_code, e.headers)(scope, receive, send)
-        await self.app(scope, _counted(receive, self._options), send)
+        await self.app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if method == "OPTIONS":  # a browser asks before it sends a key
@@ -92,7 +92,7 @@ class Door:
             raise _refusal("give a key of this server: Authorization: Bearer KEY")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._options.most_body:
-            raise _too_large(self._options.most_body)
+            raise too_large(self._options.most_body)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         has_body = length != "0" or "transfer-encoding" in headers
         if method == "POST" and has_body and kind != "application/json":
@@ -107,8 +107,9 @@ def _refusal(message: str, may_have_key: bool = True) -> ApiError:
     return ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+def too_large(most: int) -> ApiError:
+    """The error for a body of more than `most` bytes."""
+    return ApiError(413, f"the body has more than {most} bytes", code="bodytoo_large")
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
@@ -120,29 +121,6 @@ def _is_among(key: str, digests: Sequence[bytes]) -> bool:
     given = hashlib.sha256(key.encode()).digest()
     found = [hmac.compare_digest(given, digest) for digest in digests]
     return any(found)
-
-
-def _counted(receive: Receive, options: ApiOptions) -> Receive:
-    """`receive` that raises `ApiError` for a body that is too long or takes too long."""
-    size, is_read = 0, False
-    deadline = asyncio.get_running_loop().time() + options.body_seconds
-
-    async def counted() -> Message:
-        nonlocal size, is_read
-        if is_read:
-            return await receive()
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise ApiError(408, "the body did not come in time") from None
-        size += len(message.get("body", b""))
-        is_read = not message.get("more_body", False)
-        if size > options.most_body:
-            raise _too_large(options.most_body)
-        return message
-
-    return counted
 
 
 def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
