@@ -109,7 +109,7 @@ def _refusal(message: str, may_have_key: bool = True) -> ApiError:
 
 def too_large(most: int) -> ApiError:
     """The error for a body of more than `most` bytes."""
-    return ApiError(413, f"the body has more than {most} bytes", code="bodytoo_large")
+    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
