@@ -15,7 +15,7 @@ import argparse
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -165,11 +165,8 @@ def perplexity(
 def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:
     """(sum of -log p in nats, number of tokens) of ids[1:], each given what its window holds of the
     ids before it. `model` is a `Pretrained`. Raises `UserError` for sizes that do not fit."""
-    import jax
-
+    from mjax.evaluate.row_scores import batch_of, scorer
     from mjax.infer.checks import require_decoder
-    from mjax.models.base.context import Context, Kernels, tokens_of
-    from mjax.objectives.next_token import NextToken
 
     require_decoder(model.cfg)
     limit = model.cfg.max_position_embeddings
@@ -184,34 +181,13 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
             f"{len(stream)} tokens, to be 2 or more, with ids in [0, model.vocab_size="
             f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
         )
-
-    ctx = Context(kernels=Kernels(attention="xla"))
-
-    @jax.jit
-    def nll(params, part):
-        decoder, info = model.definition.bind(params), tokens_of(part["tokens"].shape)
-        x, *_ = decoder.hidden(part["tokens"], info, ctx)
-        return decoder.token_loss(x, part["labels"], part["loss_mask"], ctx)
-
-    parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
-    total = 0.0
-    for at in range(0, len(parts), batch):
-        part = _batch(stream, parts[at : at + batch], batch, NextToken.fields)
-        total += float(nll(model.params, part))
+    parts = windows(len(stream) - 1, min(length, len(stream) - 1), stride)
+    rows = [(stream[begin : end + 1], end - first) for begin, first, end in parts]
+    program, total = scorer(model), 0.0
+    for at in range(0, len(rows), batch):
+        part = batch_of(rows[at : at + batch], batch, length)
+        total -= math.fsum(program(model.params, *part)[0])
     return total, len(stream) - 1
-
-
-def _batch(
-    stream: np.ndarray, parts: Sequence[tuple], rows: int, fields: Mapping
-) -> dict[str, np.ndarray]:
-    """Windows of one length as a batch with these `BatchField`s; missing rows score nothing."""
-    size = parts[0][2] - parts[0][0]
-    batch = {name: np.full((rows, size), f.pad, f.dtype) for name, f in fields.items()}
-    for row, (begin, first, end) in enumerate(parts):
-        batch["tokens"][row] = stream[begin:end]
-        batch["labels"][row] = stream[begin + 1 : end + 1]
-        batch["loss_mask"][row, first - begin :] = 1
-    return batch
 
 
 if __name__ == "__main__":

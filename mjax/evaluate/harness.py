@@ -7,40 +7,41 @@ continuation belong to the continuation, long rows lose tokens on the left, an e
 BOS (or else the end-of-document token). Invariant: the order of answers is that of the requests.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mjax.checkpoint.base.companion_files import end_ids
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
+from mjax.evaluate.row_scores import Row, batch_of, scorer
 from mjax.infer.checks import require_decoder
 from mjax.infer.engine import Engine
-from mjax.infer.records import bucket
 from mjax.infer.requests import SamplingParams
 from mjax.infer.sample import Sampling
 from mjax.infer.small_engine import completed, small_engine
 from mjax.infer.text import windows
 from mjax.interop.pretrained import Pretrained
-from mjax.models.base.context import Context, Kernels, tokens_of
+from mjax.sharding.processes.agreement import run_by_all
 
 with or_user_error(
     "the harness needs lm-evaluation-harness ({reason}); install mjax[lm-eval]", ImportError
 ):
     from lm_eval.api.model import LM
 
-Row = tuple[list[int], int]  # ids, and how many at their end are scored
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_AT_ONCE = 1024  # tokens whose logits are in memory
 
 
 class HarnessModel(LM):
-    """A model as the harness sees it. Raises `UserError` for requests it cannot answer."""
+    """A model as the harness sees it. Raises `UserError` for requests it cannot answer.
+
+    beat: is called after each batch.
+    """
+
+    beat: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class HarnessModel(LM):
         self._eos = end_ids(model.tokenizer_dir, tokenizer)
         self._program = scorer(model)
 
-    @functools.cached_property
+    @cached_property
     def _engine(self) -> Engine:
         """Made for the first request that generates, because it holds a copy of the layers."""
         model = self._model
@@ -130,7 +131,13 @@ class HarnessModel(LM):
             prompts.append(self._encode(context)[new - self.max_length :] or [self._start])
             drawn = {"max_tokens": new, "stop": stop, "seed": number}
             params.append(SamplingParams(**drawn, **vars(sampling)))
-        return [made.text for made in completed(self._engine, prompts, params)]
+        return run_by_all(self, "texts_of", prompts, params)
+
+    def texts_of(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
+        """The continuation of each prompt; in several processes all call."""
+        found = [made.text for made in completed(self._engine, prompts, params)]
+        self.beat()
+        return found
 
     # ---- chat ----
 
@@ -186,54 +193,18 @@ class HarnessModel(LM):
         out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for at in range(0, len(order), self.batch_size):
             part = order[at : at + self.batch_size]
-            tokens, labels, mask = self._batch([rows[n] for n in part])
-            sums, greedy = self._program(self._model.params, tokens, labels, mask)
-            sums = np.asarray(sums).tolist()
-            greedy = np.asarray(greedy).tolist()
-            for n, total, is_greedy in zip(part, sums, greedy, strict=False):
-                out[n] = total, is_greedy
+            found = run_by_all(self, "scores_of", [rows[n] for n in part])
+            for n, score in zip(part, found, strict=False):
+                out[n] = score
         return out
 
-    def _batch(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, labels, mask of the scored ones) [B, S] of rows, the longest first."""
-        longest = max(2, len(rows[0][0])) - 1
-        shape = self.batch_size, min(bucket(longest), self.max_length)
-        tokens = np.zeros(shape, np.int32)
-        labels = np.zeros(shape, np.int32)
-        mask = np.zeros(shape, bool)
-        for i, (ids, scored) in enumerate(rows):
-            end = len(ids) - 1
-            tokens[i, :end] = ids[:-1]
-            labels[i, :end] = ids[1:]
-            mask[i, end - scored : end] = True
-        return tokens, labels, mask
-
-
-def scorer(model: Pretrained):
-    """Jitted (params, tokens, labels, mask [B, S]) -> (fp32 [B] sums of the masked labels'
-    log-probabilities, bool [B] whether each of them is the likeliest)."""
-
-    @jax.jit
-    def score(params, tokens, labels, mask):
-        decoder = model.definition.bind(params)
-        ctx = Context(kernels=Kernels(attention="xla"))
-        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), ctx)
-
-        def one(token):
-            vector, label = token
-            z = decoder.logits(vector)
-            logprob = z[label] - jax.nn.logsumexp(z)
-            return logprob, jnp.argmax(z) == label
-
-        vectors = x.reshape(-1, x.shape[-1])
-        flat = vectors, labels.reshape(-1)
-        logprobs, hits = jax.lax.map(one, flat, batch_size=_AT_ONCE)
-        logprobs = logprobs.reshape(mask.shape)
-        hits = hits.reshape(mask.shape)
-        sums = jnp.where(mask, logprobs, 0).sum(1)
-        return sums, (hits | ~mask).all(1)
-
-    return score
+    def scores_of(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """The scores of one batch, the longest row first; in several processes all call."""
+        batch = batch_of(rows, self.batch_size, self.max_length)
+        found = self._program(self._model.params, *batch)
+        sums, greedy = (np.asarray(values).tolist() for values in found)
+        self.beat()
+        return list(zip(sums, greedy, strict=True))
 
 
 def settings(given: dict) -> tuple[int, tuple[str, ...], Sampling]:

@@ -6,6 +6,7 @@ that the harness knows by name, or of YAML files in a folder of one's own.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ from jax.sharding import Mesh
 
 from mjax.config.schema.run import Config
 from mjax.data.base.tokenizer import load_tokenizer
-from mjax.data.corpus.text import prepare_text
-from mjax.errors import UserError
+from mjax.data.corpus.text import tokenizer_of_run
+from mjax.errors import UserError, reason
 from mjax.interop.pretrained import Pretrained
 from mjax.models import Definition
+from mjax.sharding.processes.agreement import on_process_0
 
 ROWS_SCORED = 8  # scored at once
 
@@ -41,24 +43,34 @@ class TaskScores:
     tasks: list[tuple[KnownTask, int | None]]
 
     def scores(self, params: dict, beat: Callable[[], None]) -> dict[str, float]:
-        """{"task/arc_easy/acc": 0.31, ..} of the model with these weights."""
-        from lm_eval import simple_evaluate
+        """{"task/arc_easy/acc": 0.31, ..} of the model with these weights, on process 0.
 
-        self.model.update_weights(params)
+        The harness runs there, and other processes join its programs. beat: is called after each.
+        Raises `UserError` where a task fails.
+        """
         found: dict[str, float] = {}
-        for task, limit in self.tasks:
-            results = simple_evaluate(
-                self.model,
-                tasks=[task.name],
-                limit=limit,
-                task_manager=task.manager,
-                log_samples=False,
-            )
-            for scored, values in results["results"].items():
-                found |= named_scores(scored, values)
-            beat()
+        self.model.beat = beat
+        self.model.update_weights(params)
+        on_process_0(partial(self._score, found), self.model)
         self.model.rest()
         return found
+
+    def _score(self, found: dict[str, float]) -> None:
+        from lm_eval import simple_evaluate
+
+        for task, limit in self.tasks:
+            given = {"limit": limit, "task_manager": task.manager, "log_samples": False}
+            try:
+                results = simple_evaluate(self.model, tasks=[task.name], **given)
+            except (UserError, jax.errors.JaxRuntimeError):
+                raise
+            except (Exception, SystemExit) as e:  # of the harness, or the code of a task
+                raise UserError(
+                    f"train.eval_tasks: {task.name}: {type(e).__name__}: {reason(e)}; mend the "
+                    "task, or leave it out"
+                ) from e
+            for scored, values in results["results"].items():
+                found |= named_scores(scored, values)
 
 
 def named_scores(task: str, values: dict[str, object]) -> dict[str, float]:
@@ -75,28 +87,19 @@ def tasks_of(cfg: Config, definition: Definition, mesh: Mesh) -> TaskScores | No
     """The tasks of a run; None without any. Raises `UserError` for those that are not known."""
     if not cfg.train.eval_tasks:
         return None
-    if jax.process_count() > 1:
-        raise UserError(
-            "train.eval_tasks is not built for several processes; score checkpoints with "
-            "`mjax evaluate harness`"
-        )
     from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
 
     managers: dict[str | None, Any] = {}
     wanted = cfg.train.eval_tasks.items()
-    tasks = [(known_task(name, managers), limit) for name, limit in wanted]
-    tokenizer = load_tokenizer(_tokenizer_path(cfg))
+    tasks: list[tuple[KnownTask, int | None]] = []  # of process 0
+    on_process_0(lambda: tasks.extend((known_task(name, managers), n) for name, n in wanted))
+    name = tokenizer_of_run(cfg.data, cfg.run.dir)
+    if name is None:
+        raise UserError("train.eval_tasks needs a tokenizer; set data.tokenizer")
+    tokenizer = load_tokenizer(name)
     model = Pretrained(cfg.model, definition, {}, mesh, None)
     adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS_SCORED)
     return TaskScores(adapter, tasks)
-
-
-def _tokenizer_path(cfg: Config) -> str:
-    if cfg.data.text:
-        return prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    if cfg.data.tokenizer is None:
-        raise UserError("train.eval_tasks needs a tokenizer; set data.tokenizer")
-    return cfg.data.tokenizer
 
 
 def known_task(name: str, managers: dict[str | None, Any]) -> KnownTask:

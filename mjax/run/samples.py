@@ -11,7 +11,7 @@ from mjax.config.schema.run import Config
 from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.chat_ids import answer_ends, reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
-from mjax.data.corpus.text import prepare_text
+from mjax.data.corpus.text import tokenizer_of_run
 from mjax.errors import UserError
 from mjax.infer.engine import Engine
 from mjax.infer.requests import SamplingParams
@@ -73,10 +73,8 @@ def samples_of(trainer: Trainer) -> Samples | None:
     if not texts:
         return None
     texts = [texts] if isinstance(texts, str) else texts
-    name = cfg.data.tokenizer
-    if cfg.data.text and not cfg.data.stream:
-        name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    tokenizer, template = load_tokenizer(name), _template_of(cfg)
+    tokenizer = load_tokenizer(tokenizer_of_run(cfg.data, cfg.run.dir))
+    template = _template_of(cfg)
     if template is None:
         prompts, ends = [tokenizer.encode(text) for text in texts], None
     else:

@@ -44,6 +44,13 @@ class TextCorpus:
     vocab_size: int
 
 
+def tokenizer_of_run(data: DataConfig, run_dir: str | os.PathLike) -> str | None:
+    """`data.tokenizer`, or the file that a run has of it: it may have trained one on its text."""
+    if data.text and not data.stream:
+        return prepare_text(data, run_dir).tokenizer_path
+    return data.tokenizer
+
+
 def prepare_text(
     data: DataConfig, run_dir: str | os.PathLike, trained_with: str | None = None
 ) -> TextCorpus:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,18 +25,33 @@ _A_DAY = 24 * 3600 * 1000  # ms; the watchdog and JAX's heartbeat end what waits
 _said: dict[str, Iterator[int]] = defaultdict(itertools.count)  # rounds so far, by topic
 
 
-def on_process_0(action: Callable[[], object]) -> None:
-    """Run `action` on process 0; a `UserError` there is raised by all. Every process must call."""
-    line = ""
+def on_process_0(action: Callable[[], object], helper: object = None) -> None:
+    """Run `action` on process 0; a `UserError` there is raised by all. Every process must call.
+
+    The others meanwhile run the methods of their `helper` that `action` names by `run_by_all`. So
+    all launch the same programs in one order.
+    """
+    word = "", None
     if jax.process_index() == 0:
         try:
             action()
         except UserError as e:
             if jax.process_count() == 1:
                 raise
-            line = str(e)
-    if said := said_by_all(line.encode())[0]:
-        raise UserError(said.decode())
+            word = "", str(e)
+        said_by_all(pickle.dumps(word))
+    while jax.process_index() > 0 and (word := pickle.loads(said_by_all(b"")[0]))[0]:
+        method, given = word
+        with suppress(UserError):  # process 0 has it, too, and decides
+            getattr(helper, method)(*given)
+    if word[1] is not None:
+        raise UserError(word[1])
+
+
+def run_by_all(helper: object, method: str, *given: Any) -> Any:
+    """The result of `helper.method(*given)`, which all run; process 0 calls it in its action."""
+    said_by_all(pickle.dumps((method, given)))
+    return getattr(helper, method)(*given)
 
 
 def wait_for_every_process(name: str) -> None:

@@ -35,14 +35,14 @@ BASE = [
 ]
 
 
-def start(folder, processes, *overrides, nodes=None, module="mjax.train"):
-    """`python -m mjax.train` as `processes` processes with 8 CPU devices in all.
+def start(folder, processes, *overrides, nodes=None, module="mjax.train", devices=8):
+    """`python -m mjax.train` as `processes` processes with so many CPU devices in all.
 
     `nodes` are the folders that they run in, by default this one.
     """
     port = free_port()
     env = os.environ | {
-        "XLA_FLAGS": fake_devices(8 // processes),
+        "XLA_FLAGS": fake_devices(devices // processes),
         "JAX_NUM_PROCESSES": str(processes),
     }
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"

@@ -1,23 +1,25 @@
 """Tasks of lm-evaluation-harness are scored in a run as on its checkpoint, without a conversion.
 
-Where lm_eval is missing, a bare module stands in for it, which asks the model one request.
+Where lm_eval is missing, `tests/stand_in_harness.py` stands in for it.
 """
 
 import importlib.util
 import json
+import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.evaluate.tasks import named_scores, tasks_of
+from mjax.evaluate.tasks import KnownTask, TaskScores, named_scores, tasks_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.laws.run.test_failures import records
 from tests.marks import slow
+from tests.stand_in_harness import modules
 from tests.tiny import TINY
 
 REAL = importlib.util.find_spec("lm_eval") is not None
@@ -38,25 +40,7 @@ def task(monkeypatch, tmp_path):
     if REAL:
         yield f"{tmp_path}/my_choice"
         return
-    names = "lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks"
-    stubs = {name: ModuleType(name) for name in names}
-    stubs["lm_eval.api.model"].LM = type("LM", (), {})
-
-    class TaskManager:
-        def __init__(self, include_path):
-            self.known = ["my_choice"] if include_path else []
-
-        def match_tasks(self, names):
-            return [name for name in names if name in self.known]
-
-    def simple_evaluate(model, tasks, limit, task_manager, log_samples):
-        texts = [("Q0:", " yes")] * limit
-        found = model.loglikelihood([SimpleNamespace(args=text) for text in texts])
-        return {"results": {"my_choice": {"acc,none": found[0][0], "acc_stderr,none": 0.1}}}
-
-    stubs["lm_eval.tasks"].TaskManager = TaskManager
-    stubs["lm_eval"].simple_evaluate = simple_evaluate
-    for name, module in stubs.items():
+    for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "mjax.evaluate.harness", raising=False)
     yield f"{tmp_path}/my_choice"
@@ -86,6 +70,23 @@ def test_a_task_that_nobody_knows_is_one_line_before_the_run(tmp_path, task):
         with pytest.raises(UserError, match=said):
             tasks_of(cfg, None, None)
     assert tasks_of(load(None, KEYS), None, None) is None
+
+
+@pytest.mark.parametrize("failure", [KeyError("no such field"), SystemExit("gave up")])
+def test_an_error_of_a_task_is_one_line(monkeypatch, failure):
+    def fails(*_, **__):
+        raise failure
+
+    lm_eval = SimpleNamespace(simple_evaluate=fails)
+    monkeypatch.setitem(sys.modules, "lm_eval", lm_eval)
+    model = SimpleNamespace(update_weights=lambda params: None)
+    tasks = TaskScores(model, [(KnownTask("quiz", None), 3)])
+    line = f"train.eval_tasks: quiz: {type(failure).__name__}: {failure}; mend"
+    with pytest.raises(UserError, match=re.escape(line)):
+        tasks.scores({}, lambda: None)
+    failure = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")  # which others explain
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        tasks.scores({}, lambda: None)
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch):

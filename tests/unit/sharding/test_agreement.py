@@ -3,6 +3,7 @@
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 
 import pytest
@@ -93,3 +94,37 @@ def test_an_error_of_process_0_is_raised_by_all(processes):
         return True
 
     assert processes(3, action)[1] == [True] * 3
+
+
+@pytest.mark.parametrize("error", ["", "no such task"])
+def test_all_run_what_process_0_names_in_its_order(processes, error):
+    class Helper:
+        def __init__(self):
+            self.calls = []
+
+        def half(self, number):
+            self.calls.append(number)
+            if number % 2:
+                raise UserError("odd")  # by all alike; process 0 goes on
+            return number // 2
+
+    def action(me):
+        helper, halves = Helper(), []
+
+        def asks():
+            assert me == 0
+            for number in (4, 3, 8):
+                with suppress(UserError):
+                    halves.append(agreement.run_by_all(helper, "half", number))
+            if error:
+                raise UserError(error)
+
+        said = ""
+        try:
+            agreement.on_process_0(asks, helper)
+        except UserError as e:
+            said = str(e)
+        return said, helper.calls, halves
+
+    first, *others = processes(3, action)[1]
+    assert first == (error, [4, 3, 8], [2, 4]) and others == [(error, [4, 3, 8], [])] * 2
