@@ -82,19 +82,19 @@ def core_files() -> dict[Path, str]:
 # Lines of code of each room when all that is planned is built: docs/design.md, "Budgets".
 ROOMS = {
     "config": 4_150,
-    "sharding": 950,
+    "sharding": 970,
     "kernels": 8_750,
     "models objectives": 10_250,
     "pipeline": 850,
     "plan": 2_000,
     "optim": 750,
-    "data": 6_600,
+    "data": 6_565,
     "checkpoint interop convert": 13_350,
     "train run": 5_060,
     "post": 4_850,
-    "serve chat": 4_100,
+    "serve chat": 4_105,
     "infer generate": 4_240,
-    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_000,
+    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_010,
 }
 
 
