@@ -4,7 +4,8 @@ The harness asks the model in memory: no checkpoint is written, no weight conver
 that the harness knows by name, or of YAML files in a folder of one's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from mjax.data.corpus.text import tokenizer_of_run
 from mjax.errors import UserError, reason
 from mjax.interop.pretrained import Pretrained
 from mjax.models import Definition
-from mjax.sharding.processes.agreement import on_process_0
+from mjax.sharding.processes.agreement import HelperFailed, on_process_0, same_for_all
 
 ROWS_SCORED = 8  # scored at once
 
@@ -60,17 +61,22 @@ class TaskScores:
 
         for task, limit in self.tasks:
             given = {"limit": limit, "task_manager": task.manager, "log_samples": False}
-            try:
+            with faults_of(task.name):
                 results = simple_evaluate(self.model, tasks=[task.name], **given)
-            except (UserError, jax.errors.JaxRuntimeError):
-                raise
-            except (Exception, SystemExit) as e:  # of the harness, or the code of a task
-                raise UserError(
-                    f"train.eval_tasks: {task.name}: {type(e).__name__}: {reason(e)}; mend the "
-                    "task, or leave it out"
-                ) from e
             for scored, values in results["results"].items():
                 found |= named_scores(scored, values)
+
+
+@contextmanager
+def faults_of(task: str) -> Iterator[None]:
+    """Raise what the harness, or the code of a task, raises as `UserError`; the model's passes."""
+    try:
+        yield
+    except (UserError, HelperFailed, jax.errors.JaxRuntimeError):
+        raise
+    except (Exception, SystemExit) as e:
+        why = f"{type(e).__name__}: {reason(e)}"
+        raise UserError(f"train.eval_tasks: {task}: {why}; mend the task, or leave it out") from e
 
 
 def named_scores(task: str, values: dict[str, object]) -> dict[str, float]:
@@ -87,19 +93,23 @@ def tasks_of(cfg: Config, definition: Definition, mesh: Mesh) -> TaskScores | No
     """The tasks of a run; None without any. Raises `UserError` for those that are not known."""
     if not cfg.train.eval_tasks:
         return None
-    from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
-
+    adapter = same_for_all(partial(_model_of_run, cfg, definition, mesh))
     managers: dict[str | None, Any] = {}
     wanted = cfg.train.eval_tasks.items()
     tasks: list[tuple[KnownTask, int | None]] = []  # of process 0
     on_process_0(lambda: tasks.extend((known_task(name, managers), n) for name, n in wanted))
+    return TaskScores(adapter, tasks)
+
+
+def _model_of_run(cfg: Config, definition: Definition, mesh: Mesh) -> Any:
+    from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
+
     name = tokenizer_of_run(cfg.data, cfg.run.dir)
     if name is None:
         raise UserError("train.eval_tasks needs a tokenizer; set data.tokenizer")
-    tokenizer = load_tokenizer(name)
     model = Pretrained(cfg.model, definition, {}, mesh, None)
-    adapter = HarnessModel(model, tokenizer, dtype=cfg.precision.compute, batch_size=ROWS_SCORED)
-    return TaskScores(adapter, tasks)
+    given = {"dtype": cfg.precision.compute, "batch_size": ROWS_SCORED}
+    return HarnessModel(model, load_tokenizer(name), **given)
 
 
 def known_task(name: str, managers: dict[str | None, Any]) -> KnownTask:
@@ -113,9 +123,11 @@ def known_task(name: str, managers: dict[str | None, Any]) -> KnownTask:
     place = folder or None
     if place is not None and not Path(place).is_dir():
         raise UserError(f"train.eval_tasks: {name!r}: no folder {place}; write NAME or FOLDER/NAME")
-    manager = managers.setdefault(place, None) or TaskManager(include_path=place)
+    with faults_of(name):
+        manager = managers.setdefault(place, None) or TaskManager(include_path=place)
+        is_known = bool(manager.match_tasks([task]))
     managers[place] = manager
-    if not manager.match_tasks([task]):
+    if not is_known:
         raise UserError(
             f"train.eval_tasks: the harness has no task {name!r}; `lm-eval ls tasks` lists all"
         )

@@ -66,7 +66,8 @@ def compiler_options(
 ) -> dict[str, str | bool]:
     """The XLA options of a program.
 
-    `tp_overlaps`: whether tp's exchanges run under matmuls. `deterministic` is `run.deterministic`.
+    `tp_overlaps`: whether tp's exchanges run under matmuls.
+    `deterministic`: whether sums and choices of kernels are to be the same each time.
     `reads_pairs`: whether some attention reads keys and values as one array.
     `reads_images`: whether the model has a tower of images.
     Raises `UserError` where the compiler does not know how.
@@ -74,7 +75,7 @@ def compiler_options(
     if devices[0].platform == "cpu":
         return {}
     if deterministic:
-        _require_deterministic("run.deterministic", devices[0])
+        _require_deterministic("run.deterministic or batch_invariant", devices[0])
     zero3 = execution.gather == "layer" and not execution.overlap
     loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {

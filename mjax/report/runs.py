@@ -78,7 +78,7 @@ class Run:
 
     def column(self, name: str) -> tuple[Column, Column]:
         """(steps, values) of a field, held-out ones included; empty if there is none."""
-        records = self.held_out if name.startswith("eval_") else self.training
+        records = self.held_out if name.startswith(("eval_", "task/")) else self.training
         if name not in records:
             return np.empty(0), np.empty(0)
         return records["step"], records[name]
@@ -130,7 +130,7 @@ def read_run(folder: Path, name: str) -> Run:
             when = record.get("time")
             text = str(record["event"])
             events.append(Event(record["step"], when if _is_number(when) else None, text))
-        elif "eval_loss" in record:
+        elif "eval_loss" in record or any(name.startswith("task/") for name in record):
             held_out.append(record)
         elif "loss" in record:  # others are norms by layer, often of steps between
             training.append(record)
@@ -161,7 +161,9 @@ def _is_number(value: object) -> bool:
 
 def _columns(records: list[dict]) -> dict[str, Column]:
     """A float64 column for each field that has a number; later records of a step win."""
-    latest = {record["step"]: record for record in records}
+    latest: dict[int, dict] = {}
+    for record in records:
+        latest.setdefault(record["step"], {}).update(record)
     ordered = [latest[step] for step in sorted(latest)]
     columns = {}
     for name in dict.fromkeys(name for record in ordered for name in record):

@@ -1,13 +1,15 @@
 """Log-probabilities of given tokens, a chunk of logits at a time in both directions.
 
 The forward pass keeps the normalizer of each token, and nothing of the size of logits. The backward
-makes a chunk's logits anew and needs no further sums over the vocabulary. The forward pass keeps
-the gradient of logits instead, and makes them once, where one chunk of our kernel holds all tokens.
+makes a chunk's logits anew and needs no further sums over the vocabulary. On request the forward
+pass keeps the gradient of logits instead, and makes them once, where one chunk of our kernel holds
+all tokens.
 Losses over sequences (of pairs, of groups of samples) start from here; `cross_entropy.py` is for
 losses of tokens alone.
 """
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -47,20 +49,23 @@ def token_scores(
     chunk: int | None = None,
     bias: jax.Array | None = None,
     entropy: bool = False,
+    keep: bool = False,
 ) -> TokenScores:
     """The log-probability of each label, fp32 [T], and with `entropy` each token's entropy.
 
     x [T, D] whole along tp, w [V/tp, D], `bias` [V/tp] or None. labels int32 [T] < vocab_size, or
     [T, K]: K labels of each token, whose log-probabilities are [T, K]. `chunk` tokens at a time
     (None: by memory). `terms`: only softcap and temperature. Results are equal on all tp devices,
-    and differentiable by x, w and bias, as often as they are used.
+    and differentiable by x, w and bias, as often as they are used. `keep`: a gradient [T, V] of the
+    logits, in x's dtype, where our kernel runs and holds all tokens; it allows no `vmap`.
     """
-    found = _scores(x, w, bias, labels, terms, parallel, chunk, entropy)
+    terms = replace(terms, label_smoothing=0.0, z_loss=0.0)
+    found = _scores(x, w, bias, labels, terms, parallel, chunk, entropy, keep)
     return TokenScores(*found)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _scores(x, w, bias, labels, terms, parallel, chunk, entropy):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _scores(x, w, bias, labels, terms, parallel, chunk, entropy, keep):
     return _scores_by_chunks(x, w, bias, labels, terms, parallel, chunk, entropy)[0]
 
 
@@ -84,10 +89,10 @@ class _Normalizers(NamedTuple):
     entropies: jax.Array | None
 
 
-def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
+def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy, keep):
     size = len(x), w.shape[0]
     is_plain = labels.ndim == 1 and not entropy and x.dtype != jnp.float16
-    if is_plain and loss_rows.supports_rows(*size, parallel.tp, chunk):
+    if keep and is_plain and loss_rows.supports_rows(*size, parallel.tp, chunk):
         cut = cut_of(*size, chunk, fused=True)
         if cut.chunk >= len(x):
             given = (token_chunks(a, cut.chunk)[0] for a in (x, labels))
@@ -98,7 +103,7 @@ def _scores_fwd(x, w, bias, labels, terms, parallel, chunk, entropy):
     return scores, (x, w, bias, _Normalizers(labels, log_z, scores.entropy))
 
 
-def _scores_bwd(terms, parallel, chunk, entropy, saved, slopes):
+def _scores_bwd(terms, parallel, chunk, entropy, keep, saved, slopes):
     x, w, bias, kept = saved
     # A score is one value on all tp devices: its cotangents there add up.
     slopes = jax.tree.map(lambda g: parallel.psum(g, "tp"), slopes)

@@ -122,14 +122,21 @@ class VocabularyHead:
 
     @jax.named_scope("head")
     def token_scores(
-        self, x: jax.Array, labels: jax.Array, ctx: Context, *, entropy: bool = False
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        ctx: Context,
+        *,
+        entropy: bool = False,
+        keep: bool = False,
     ) -> TokenScores:
         """The log-probability of each label, fp32 [B, S], and with `entropy` each token's entropy.
 
         x and labels as in `head_loss`; or labels [B, S, K], K of each token, without entropy.
-        Results are equal on all tp devices, and differentiable.
+        Results are equal on all tp devices, and differentiable. `keep` as in `log_probs.py`.
         """
-        found = self._of_tokens(token_scores, self.normed(x), (labels,), ctx, entropy=entropy)
+        more = {"entropy": entropy, "keep": keep}
+        found = self._of_tokens(token_scores, self.normed(x), (labels,), ctx, **more)
         found = jax.tree.map(lambda scores: scores.reshape(labels.shape), found)
         blocks = ctx.kernels.blocks
         if blocks is not None and labels.ndim < x.ndim:

@@ -124,7 +124,7 @@ class Preference:
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        log_probs = edges.token_scores(decoder_of(x), batch["labels"], ctx).log_p
+        log_probs = edges.token_scores(decoder_of(x), batch["labels"], ctx, keep=True).log_p
         answers, values = sums_of_answers(log_probs, batch, ctx.parallel)
         figures = self._of_answers(answers, values, batch)
         if not self.settings.is_unpaired:

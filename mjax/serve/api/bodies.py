@@ -22,7 +22,8 @@ class Bodies:
     """Middleware that bounds bodies, and closes a connection whose body was not read to its end.
 
     `receive` raises `ApiError` for a body that is too long or takes too long. The rest of a body is
-    dropped after the reply, until it ends, nothing comes for `SILENCE`, or its time is over.
+    dropped after the reply, until it ends, nothing comes for `SILENCE`, or its time is over, which
+    is `SILENCE` longer after a reply that says so.
     """
 
     def __init__(self, app: ASGIApp, options: ApiOptions):
@@ -74,6 +75,7 @@ class _Exchange:
 
     async def _drop(self) -> None:
         loop = asyncio.get_running_loop()
+        last = max(self._deadline, loop.time() + SILENCE)
         with contextlib.suppress(TimeoutError):
             while not self._is_read:
-                await self._next(min(loop.time() + SILENCE, self._deadline))
+                await self._next(min(loop.time() + SILENCE, last))

@@ -5,6 +5,7 @@ that gave up.
 """
 
 import itertools
+import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,13 +21,19 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
 
+log = logging.getLogger(__name__)
+
 LONGEST_MEETING = 10  # seconds that a process waits at its end for others, of which none may come
 _A_DAY = 24 * 3600 * 1000  # ms; the watchdog and JAX's heartbeat end what waits in vain
 _said: dict[str, Iterator[int]] = defaultdict(itertools.count)  # rounds so far, by topic
 
 
+class HelperFailed(RuntimeError):
+    """A method that all processes ran raised a fault of the program, its cause."""
+
+
 def on_process_0(action: Callable[[], object], helper: object = None) -> None:
-    """Run `action` on process 0; a `UserError` there is raised by all. Every process must call.
+    """Run `action` on process 0; if it fails, all raise `UserError`. Every process must call.
 
     The others meanwhile run the methods of their `helper` that `action` names by `run_by_all`. So
     all launch the same programs in one order.
@@ -39,19 +46,44 @@ def on_process_0(action: Callable[[], object], helper: object = None) -> None:
             if jax.process_count() == 1:
                 raise
             word = "", str(e)
+        except BaseException as e:
+            said_by_all(pickle.dumps(("", f"process 0 failed: {type(e).__name__}: {e}")))
+            raise
         said_by_all(pickle.dumps(word))
     while jax.process_index() > 0 and (word := pickle.loads(said_by_all(b"")[0]))[0]:
         method, given = word
-        with suppress(UserError):  # process 0 has it, too, and decides
+        try:
             getattr(helper, method)(*given)
+        except Exception as e:  # process 0 has it, too, and decides
+            log.info("%s: %s", method, e)
     if word[1] is not None:
         raise UserError(word[1])
 
 
 def run_by_all(helper: object, method: str, *given: Any) -> Any:
-    """The result of `helper.method(*given)`, which all run; process 0 calls it in its action."""
+    """The result of `helper.method(*given)`, which all run; process 0 calls it in its action.
+
+    `UserError`s and errors of devices pass; `HelperFailed` is for what else the method raises.
+    """
     said_by_all(pickle.dumps((method, given)))
-    return getattr(helper, method)(*given)
+    try:
+        return getattr(helper, method)(*given)
+    except (UserError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as e:
+        raise HelperFailed(f"{method}: {type(e).__name__}: {e}") from e
+
+
+def same_for_all(attempt: Callable[[], Any]) -> Any:
+    """The result of `attempt`; all raise the first `UserError` of any. Every process must call."""
+    made, fault = None, b""
+    try:
+        made = attempt()
+    except UserError as e:
+        fault = str(e).encode()
+    for said in filter(None, said_by_all(fault)):
+        raise UserError(said.decode())
+    return made
 
 
 def wait_for_every_process(name: str) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.evaluate.tasks import KnownTask, TaskScores, named_scores, tasks_of
+from mjax.evaluate.tasks import KnownTask, TaskScores, known_task, named_scores, tasks_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
+from mjax.sharding.processes.agreement import HelperFailed
 from tests.laws.run.test_failures import records
 from tests.marks import slow
 from tests.stand_in_harness import modules
@@ -84,9 +85,20 @@ def test_an_error_of_a_task_is_one_line(monkeypatch, failure):
     line = f"train.eval_tasks: quiz: {type(failure).__name__}: {failure}; mend"
     with pytest.raises(UserError, match=re.escape(line)):
         tasks.scores({}, lambda: None)
-    failure = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")  # which others explain
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        tasks.scores({}, lambda: None)
+    # what others explain, and a fault of the model's programs
+    for failure in jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"), HelperFailed("a bug"):
+        with pytest.raises(type(failure)):
+            tasks.scores({}, lambda: None)
+
+
+def test_a_folder_of_tasks_that_cannot_be_read_is_one_line(monkeypatch, tmp_path):
+    def fails(include_path):
+        raise ValueError("quiz.yaml: no mapping")
+
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=fails))
+    line = f"train.eval_tasks: {tmp_path}/quiz: ValueError: quiz.yaml: no mapping; mend"
+    with pytest.raises(UserError, match=re.escape(line)):
+        known_task(f"{tmp_path}/quiz", {})
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch):

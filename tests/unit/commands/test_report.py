@@ -283,6 +283,15 @@ def test_a_chart_is_there_where_a_run_has_its_field(tmp_path):
 
 
 @needs_bokeh
+def test_scores_of_tasks_stand_beside_a_held_out_loss_of_the_same_step(tmp_path):
+    lines = [record(1), {"step": 1, "eval_loss": 2.5}, {"step": 1, "task/quiz/acc": 0.25}]
+    folder = write(tmp_path / "run", lines)
+    run = read_run(folder, "run")
+    for name, value in (("eval_loss", 2.5), ("task/quiz/acc", 0.25)):
+        assert [column.tolist() for column in run.column(name)] == [[1.0], [value]]
+    assert "Quiz/acc" in titles(folder)
+
+
 def test_a_part_of_every_second_step_is_one_line_on_a_logarithmic_axis(tmp_path):
     from mjax.report.charts import charts, shared_steps
 

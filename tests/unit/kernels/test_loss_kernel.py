@@ -157,7 +157,7 @@ def test_the_whole_loss_is_what_xla_makes_it(tokens, vocab, padded, chunk, kind,
 
 
 @pytest.mark.parametrize("tokens, chunk, keeps", [(37, None, True), (37, 8, False)])
-@pytest.mark.parametrize("kind", [{}, {"softcap": 5.0, "temperature": 0.7}], ids=["plain", "all"])
+@pytest.mark.parametrize("kind", [{}, KINDS[-1] | {"temperature": 0.7}], ids=["plain", "all"])
 def test_scores_keep_their_gradient_where_a_chunk_holds_all(tokens, chunk, keeps, kind, request):
     """Then three matmuls of the vocabulary do; four make the logits anew."""
     rng = np.random.default_rng(tokens)
@@ -167,7 +167,7 @@ def test_scores_keep_their_gradient_where_a_chunk_holds_all(tokens, chunk, keeps
 
     def loss(x, w, bias):
         terms = Terms(251, **kind)
-        more = {"terms": terms, "parallel": LOCAL, "chunk": chunk, "bias": bias}
+        more = {"terms": terms, "parallel": LOCAL, "chunk": chunk, "bias": bias, "keep": True}
         return jnp.sum(jnp.sin(token_scores(x, w, labels, **more).log_p))
 
     def traced(gradient):

@@ -111,6 +111,18 @@ def test_who_never_ends_is_cut_off(hasty):
             line.sendall(b"9000\r\n" + b" " * 0x9000 + b"\r\n")
 
 
+def test_a_body_that_is_late_goes_on_after_its_408(hasty):
+    """A reset would take the reply from a caller who writes first."""
+    with connected(hasty) as line:
+        line.sendall(head(TEXT, JSON, "Content-Length: 900") + b"{")
+        assert one_reply(line)[0] == 408
+        for _ in range(9):
+            time.sleep(0.02)
+            line.sendall(b"{" * 90)
+        line.sendall(b"{" * 89)
+        assert line.recv(99) == b""
+
+
 def test_a_body_that_waits_for_leave_is_not_asked_for(patient, brief):
     with connected(patient) as line:
         line.sendall(head(TEXT, JSON, LONG, "Expect: 100-continue"))

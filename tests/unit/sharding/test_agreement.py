@@ -128,3 +128,51 @@ def test_all_run_what_process_0_names_in_its_order(processes, error):
 
     first, *others = processes(3, action)[1]
     assert first == (error, [4, 3, 8], [2, 4]) and others == [(error, [4, 3, 8], [])] * 2
+
+
+def test_any_other_error_of_process_0_ends_all(processes):
+    def action(me):
+        def fails():
+            raise ValueError("a bug")
+
+        said = "^process 0 failed: ValueError: a bug$" if me else "^a bug$"
+        with pytest.raises(UserError if me else ValueError, match=said):
+            agreement.on_process_0(fails)
+        return True
+
+    assert processes(3, action)[1] == [True] * 3
+
+
+def test_a_fault_within_what_all_run_is_told_from_one_of_the_action(processes):
+    class Helper:
+        def half(self, number):
+            raise KeyError(number)
+
+    def action(me):
+        def asks():
+            with pytest.raises(agreement.HelperFailed, match="half: KeyError: 3") as caught:
+                agreement.run_by_all(Helper(), "half", 3)
+            raise UserError(f"told: {type(caught.value.__cause__).__name__}")
+
+        with pytest.raises(UserError, match="^told: KeyError$"):
+            agreement.on_process_0(asks, Helper())
+        return True
+
+    assert processes(3, action)[1] == [True] * 3
+
+
+@pytest.mark.parametrize("fails", [None, 0, 2])
+def test_what_fails_in_one_process_fails_in_all(processes, fails):
+    def action(me):
+        def attempt():
+            if me == fails:
+                raise UserError("no library here")
+            return 2 * me
+
+        try:
+            return agreement.same_for_all(attempt)
+        except UserError as e:
+            return str(e)
+
+    found = processes(3, action)[1]
+    assert found == ([0, 2, 4] if fails is None else ["no library here"] * 3)
