@@ -289,7 +289,7 @@ def test_scores_of_tasks_stand_beside_a_held_out_loss_of_the_same_step(tmp_path)
     run = read_run(folder, "run")
     for name, value in (("eval_loss", 2.5), ("task/quiz/acc", 0.25)):
         assert [column.tolist() for column in run.column(name)] == [[1.0], [value]]
-    assert "Quiz/acc" in titles(folder)
+    assert titles(folder)["Tasks"] == ["Quiz/acc"]
 
 
 def test_a_part_of_every_second_step_is_one_line_on_a_logarithmic_axis(tmp_path):

@@ -31,7 +31,9 @@ def test_options_reach_the_compiler_or_the_start_is_refused(monkeypatch, known):
         layers, draws = (xla_options.serving_options(n, False, GPU, invariant=True) for n in (1, 0))
         assert layers == made == draws | {"xla_gpu_enable_command_buffer": ""} != draws
     else:
-        with pytest.raises(UserError, match="run.deterministic: this jaxlib lacks xla_gpu_det"):
+        with pytest.raises(
+            UserError, match="run.deterministic or batch_invariant: this jaxlib lacks xla_gpu_det"
+        ):
             xla_options.compiler_options(execution, False, [GPU], deterministic=True)
         with pytest.raises(UserError, match="batch_invariant: this jaxlib lacks xla_gpu_det"):
             xla_options.serving_options(1, False, GPU, invariant=True)
