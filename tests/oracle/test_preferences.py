@@ -110,7 +110,7 @@ def ours(settings: dict, log_probs: np.ndarray, batch: dict) -> tuple[float, np.
     batch = {name: jnp.asarray(field) for name, field in batch.items()}
 
     def total(log_probs):
-        edges = SimpleNamespace(token_scores=lambda *_: TokenScores(log_probs))
+        edges = SimpleNamespace(token_scores=lambda *_, **__: TokenScores(log_probs))
         losses = objective.losses(edges, log_probs, batch, None, Context())
         shares = Denominators(objective.counts(batch), {}, 1).shares(losses, {})
         return sum(shares[name] for name in ("loss", "sft") if name in shares), shares
