@@ -111,6 +111,9 @@ def page_part(name: str) -> str:
     return (Path(__file__).parent / "page_parts" / name).read_text(encoding="utf-8")
 
 
+READ_OUT = page_part("read_out.js")  # writes values under the pointer into a chart's heading
+
+
 def charts(runs: list[Run], steps: Range1d) -> dict[str, tuple[Quantity, figure]]:
     """A figure for each quantity that any run knows, by its first field."""
     known = [row for row in quantities(runs) if any(map(row.drawn, runs))]
@@ -152,7 +155,7 @@ def chart(quantity: Quantity, runs: list[Run], steps: Range1d) -> figure:
         "dashes": [look.dash for look in looks],
         "sources": sources,
     }
-    read_out = CustomJS(args=arguments, code=page_part("read_out.js"))
+    read_out = CustomJS(args=arguments, code=READ_OUT)
     made.add_tools(
         HoverTool(renderers=lines, mode="vline", tooltips=None, visible=False, callback=read_out)
     )

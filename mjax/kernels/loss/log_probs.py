@@ -3,9 +3,8 @@
 The forward pass keeps the normalizer of each token, and nothing of the size of logits. The backward
 makes a chunk's logits anew and needs no further sums over the vocabulary. On request the forward
 pass keeps the gradient of logits instead, and makes them once, where one chunk of our kernel holds
-all tokens.
-Losses over sequences (of pairs, of groups of samples) start from here; `cross_entropy.py` is for
-losses of tokens alone.
+all tokens. Losses over sequences (of pairs, of groups of samples) start from here;
+`cross_entropy.py` is for losses of tokens alone.
 """
 
 import functools
@@ -82,7 +81,7 @@ def _scores_by_chunks(x, w, bias, labels, terms, parallel, chunk, entropy):
 
 
 class _Normalizers(NamedTuple):
-    """Arrays [T] of which the backward makes the gradient of logits: it makes these anew."""
+    """Arrays [T] from which the backward makes the logits of a chunk, and their gradient, anew."""
 
     labels: jax.Array
     log_z: jax.Array

@@ -22,8 +22,8 @@ class Bodies:
     """Middleware that bounds bodies, and closes a connection whose body was not read to its end.
 
     `receive` raises `ApiError` for a body that is too long or takes too long. The rest of a body is
-    dropped after the reply, until it ends, nothing comes for `SILENCE`, or its time is over, which
-    is `SILENCE` longer after a reply that says so.
+    dropped after the reply, until it ends, nothing comes for `SILENCE`, or its time is over. It has
+    at least `SILENCE` from the reply on.
     """
 
     def __init__(self, app: ASGIApp, options: ApiOptions):

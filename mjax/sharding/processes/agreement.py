@@ -33,7 +33,7 @@ class HelperFailed(RuntimeError):
 
 
 def on_process_0(action: Callable[[], object], helper: object = None) -> None:
-    """Run `action` on process 0; if it fails, all raise `UserError`. Every process must call.
+    """Run `action` on process 0; what it raises ends all. Every process must call.
 
     The others meanwhile run the methods of their `helper` that `action` names by `run_by_all`. So
     all launch the same programs in one order.
