@@ -57,9 +57,12 @@ POINTS = 20  # of a curve
 def main() -> int:
     """The command line."""
     parser = parser_of_trainings(__doc__.partition("\n")[0], SEEDS)
+    parser.add_argument("--task", choices=LEARNED, help="default: all")
     args = parser.parse_args()
     began, out = time.monotonic(), args.out
     found = list(Plan(out, args.steps, args.keys).trainings(args.seeds))
+    if args.task:
+        found = [t for t in found if f"start_{args.task}" in (t.name, t.after)]
     if not args.draw:
         out.mkdir(parents=True, exist_ok=True)
         write_lines(out)
