@@ -93,12 +93,14 @@ BF16 = "bf16"
 
 def main() -> int:
     """The command line."""
-    args = parser_of_trainings(__doc__.partition("\n")[0], SEEDS).parse_args()
+    parser = parser_of_trainings(__doc__.partition("\n")[0], SEEDS)
+    parser.add_argument("--text", default="stdlib", help="what is read, as data.text")
+    args = parser.parse_args()
     began, out = time.monotonic(), args.out
     jax.config.update("jax_platforms", "cpu")  # this process leaves the device to the runs
     found = list(trainings(out, args.seeds, args.steps, args.keys))
     if not args.draw:
-        write_config(out)
+        write_config(out, args.text)
         trainings_of(args, began).run(found)
     done, records = finished(out, found), records_of_runs(out, found)
     write_records(out / "records.jsonl", records)
@@ -116,9 +118,9 @@ def main() -> int:
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def write_config(out: Path) -> None:
+def write_config(out: Path, text: str) -> None:
     """The tokenized text and the config of all runs; what is there already is not made again."""
-    prepare_text(DataConfig(text="stdlib", tokenizer=f"train:{VOCABULARY}"), out)
+    prepare_text(DataConfig(text=text, tokenizer=f"train:{VOCABULARY}"), out)
     (out / "config.yaml").write_text(CONFIG.format(out=out.absolute(), vocabulary=VOCABULARY))
 
 

@@ -119,7 +119,8 @@ class Plan:
                 yield self.learned("addition", loss, seed, *keys)
             for age, correction in ages():
                 keys = [f"reinforce.max_staleness={age}", f"reinforce.correction={correction}"]
-                keys.append(f"reinforce.engine.rows={(1 + age) * ANSWERS}")
+                rows = 1 << (ANSWERS * (1 + age) - 1).bit_length()  # a power of two
+                keys.append(f"reinforce.engine.rows={rows}")
                 yield self.learned("addition", f"age{age}_{correction}", seed, *keys)
             yield from self.tasks("reverse", seed)
 

@@ -2,7 +2,7 @@
 
 A state does not grow, an encoder's keys are written once, and relative biases need whole rows. So
 none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and then
-puts them back. Slots after a row's last token are finite and never seen. The last slot is for
+puts them back. StateSlots after a row's last token are finite and never seen. The last slot is for
 rows without work.
 """
 
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.kernels.recurrence.token_step import StateSlots
 from mjax.models.attention.caches import KeysValues
 from mjax.models.base.branch import Source
 from mjax.models.base.context import NewTokens, PagedTokens, tokens_of
-from mjax.models.recurrent.recurrent_mixer import Parts, RecurrentCache
+from mjax.models.recurrent.recurrent_mixer import Parts
 
 
 class SlotKeysValues(NamedTuple):
@@ -85,23 +86,9 @@ class SlotStates(NamedTuple):
     histories: Parts
     state: jax.Array
 
-    def of_rows(self, new: PagedTokens) -> RecurrentCache:
-        """The states of the rows of a step; those of rows that begin are zero."""
-
-        def taken(slots: jax.Array) -> jax.Array:
-            rows = slots[new.slots]
-            begins = jnp.expand_dims(new.are_first, tuple(range(1, rows.ndim)))
-            return jnp.where(begins, 0, rows)
-
-        return RecurrentCache(*jax.tree.map(taken, tuple(self)))
-
-    def with_rows(self, rows: RecurrentCache, new: PagedTokens) -> "SlotStates":
-        """The states after those of a step's rows are these."""
-
-        def put(slots: jax.Array, rows: jax.Array) -> jax.Array:
-            return slots.at[new.slots].set(rows.astype(slots.dtype))
-
-        return SlotStates(*jax.tree.map(put, tuple(self), tuple(rows)))
+    def slots(self, new: PagedTokens) -> StateSlots:
+        """The slots of the rows of a step, and which of these begin."""
+        return StateSlots(new.slots, new.are_first)
 
 
 def with_states_copied(

@@ -46,6 +46,7 @@ SSD_STATES = (64, 128)  # a larger one does not fit the registers
 DELTA_CHUNK = 64  # tokens whose systems our kernel solves
 DELTA_CHANNELS = 64  # of a head's values that a program takes
 DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
+STATE_SIDES = 16, 32, 64, 128, 256, 512  # of a state that a token changes where it lies
 ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an activation function
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
@@ -427,6 +428,15 @@ def _gated_delta(x: Inputs, *, width: int, chunk: int, forked: bool = False) -> 
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
+def _token_step(x: Inputs) -> Choice:
+    """The kernel for states [slots, H, P, N] of which a token of each row changes one."""
+    if x.dtype != jnp.float32:
+        return Choice("xla", f"our kernel takes no states of {x.dtype}")
+    if any(size not in STATE_SIDES for size in x.shape[2:]):
+        return Choice("xla", f"our kernel takes states with sides of {STATE_SIDES}")
+    return _on_gpu(x.device, "states change where they lie")
+
+
 def _everywhere(x: Inputs, *, why: str) -> Choice:
     """The kernel for any sizes, on any GPU."""
     return _on_gpu(x.device, why)
@@ -486,4 +496,5 @@ RULES = {
     "loss_rows": _loss_rows,
     "quantize": _quantize,
     "ssd": _ssd,
+    "token_step": _token_step,
 }

@@ -48,6 +48,7 @@ from mjax.kernels.recurrence.chunks import (
     wide_dtype,
 )
 from mjax.kernels.recurrence.forks import ForkedReads, Forks, forked_scan
+from mjax.kernels.recurrence.token_step import StateSlots, TokenStep, step_in_slots
 
 # Names of what the forward leaves (`config/languages/remat.py`).
 OUTPUT, STATES = "delta_out", "delta_states"
@@ -155,12 +156,19 @@ def gated_delta_final(
     return final[:, :, :size], final[:, :, size:]
 
 
-def gated_delta_step(state: jax.Array, token: DeltaInputs) -> tuple[jax.Array, jax.Array]:
+def gated_delta_step(
+    state: jax.Array, token: DeltaInputs, slots: StateSlots | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(the new state, y [B, H, P] in v's dtype) of one token of each row.
 
-    The fields of `token` lack the axis of the sequence. The state is fp32 [B, H, P, N].
+    The fields of `token` lack the axis of the sequence. The state is fp32 [B, H, P, N], or with
+    `slots` that of all slots, [slots, H, P, N].
     """
     wide = state.dtype
+    if slots is not None:
+        decay, beta = jnp.exp(token.log_decay.astype(wide)), token.beta.astype(wide)
+        step = TokenStep(decay, beta, token.v, token.k, token.q, corrects=True)
+        return step_in_slots(state, slots, step, lambda rows: gated_delta_step(rows, token))
     heads = token.v.shape[1] // token.k.shape[1]
     q, k = (jnp.repeat(v.astype(wide), heads, 1) for v in (token.q, token.k))
     state = state * jnp.exp(token.log_decay.astype(wide))[..., None, None]

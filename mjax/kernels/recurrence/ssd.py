@@ -39,6 +39,7 @@ from mjax.kernels.recurrence.chunks import (
 )
 from mjax.kernels.recurrence.forks import ForkedReads, Forks, forked_scan
 from mjax.kernels.recurrence.ssd_fused import fused_scan
+from mjax.kernels.recurrence.token_step import StateSlots, TokenStep, step_in_slots
 
 # Names of what the forward leaves (`config/languages/remat.py`); our kernels leave no states.
 OUTPUT, STATES = "ssd_out", "ssd_states"
@@ -234,12 +235,18 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
     return state.reshape(len(x), -1, *state.shape[-2:]), left
 
 
-def ssd_step(state: jax.Array, token: SsdInputs) -> tuple[jax.Array, jax.Array]:
+def ssd_step(
+    state: jax.Array, token: SsdInputs, slots: StateSlots | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(the new state, y [B, H, P] in x's dtype) of one token of each row.
 
-    The fields of `token` lack the axis of the sequence. The state is fp32 [B, H, P, N].
+    The fields of `token` lack the axis of the sequence. The state is fp32 [B, H, P, N], or with
+    `slots` that of all slots, [slots, H, P, N].
     """
     x, dt, a, b, c = token
+    if slots is not None:
+        step = TokenStep(jnp.exp(dt * a), dt, x, b, c, corrects=False)
+        return step_in_slots(state, slots, step, lambda rows: ssd_step(rows, token))
     heads = x.shape[1] // b.shape[1]
     dt = dt.astype(state.dtype)
     b, c = (jnp.repeat(v.astype(state.dtype), heads, 1) for v in (b, c))

@@ -26,6 +26,7 @@ from mjax.kernels.recurrence.gated_delta import (
     gated_delta_final,
     gated_delta_step,
 )
+from mjax.kernels.recurrence.token_step import StateSlots
 from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, KernelChoices, Workload
 from mjax.models.base.params import constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -159,9 +160,9 @@ class DeltaNet(RecurrentMixer):
     def _summary(self, read: DeltaInputs, starts) -> tuple[jax.Array, jax.Array]:
         return gated_delta_final(read, self.cfg.deltanet.linear_chunk_size, starts)
 
-    def _step(self, read: DeltaInputs, state: jax.Array) -> Scanned:
+    def _step(self, read: DeltaInputs, state: jax.Array, slots: StateSlots | None) -> Scanned:
         token = DeltaInputs(*(v[:, 0] for v in read))
-        state, y = gated_delta_step(state, token)
+        state, y = gated_delta_step(state, token, slots)
         return Scanned(y[:, None], state)
 
     def _gated_norm(self, y: jax.Array, z: jax.Array) -> jax.Array:

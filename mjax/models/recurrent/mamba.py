@@ -24,6 +24,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.kernels import choose
 from mjax.kernels.recurrence.causal_conv import causal_conv
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd, ssd_final, ssd_step
+from mjax.kernels.recurrence.token_step import StateSlots
 from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, KernelChoices, Workload
 from mjax.models.base.context import Context
 from mjax.models.base.params import Initializer, constant, declare, normal
@@ -131,8 +132,9 @@ class Mamba(RecurrentMixer):
         mixed = Mixed(from_pieces(read.x, ctx), y)
         y = self._gated_norm(mixed, z, ctx)
         y = row(y, weight_of(self.out), ctx)
-        if self.cfg.mamba.ssm_out_multiplier is not None:
-            y = y * self.cfg.mamba.ssm_out_multiplier
+        multiplier = self.cfg.mamba.ssm_out_multiplier
+        if multiplier is not None:
+            y = y * multiplier
         return BranchOutput(y, cache=cache)
 
     def _scaled_parts(
@@ -162,7 +164,7 @@ class Mamba(RecurrentMixer):
     def _summary(self, read: SsdInputs, starts) -> tuple[jax.Array, jax.Array]:
         return ssd_final(read, starts)
 
-    def _step(self, read: SsdInputs, state: jax.Array) -> Scanned:
+    def _step(self, read: SsdInputs, state: jax.Array, slots: StateSlots | None) -> Scanned:
         token = SsdInputs(
             x=read.x[:, 0],
             dt=read.dt[:, 0],
@@ -170,7 +172,7 @@ class Mamba(RecurrentMixer):
             b=read.b[:, 0],
             c=read.c[:, 0],
         )
-        state, y = ssd_step(state, token)
+        state, y = ssd_step(state, token, slots)
         return Scanned(y[:, None], state)
 
     def _convolve(self, parts, rates, starts, histories, parallel: Parallel) -> SsdInputs:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.kernels.recurrence.causal_conv import last_tokens
+from mjax.kernels.recurrence.token_step import StateSlots, states_in, with_states
 from mjax.models.base.branch import BranchInputs, BranchModule, CacheSpec
 from mjax.models.base.context import NewTokens
 from mjax.models.base.params import Initializer, declare
@@ -50,19 +51,9 @@ class RecurrentCache(NamedTuple):
         axes = ("batch", "heads", None, None)
         return RecurrentCache(parts, CacheSpec(state, axes, dtype="float32"))
 
-    def advance(self, parts: Parts, state: jax.Array, new: NewTokens) -> "RecurrentCache":
-        """The cache after new tokens, of which these are the `parts` [B, S, ...] and the state."""
-        pairs = zip(parts, self.histories, strict=True)
-        histories = tuple(last_tokens(part, before, new.count) for part, before in pairs)
-        return RecurrentCache(histories, state)
-
-    def of_rows(self, new: NewTokens) -> "RecurrentCache":
-        """The states of the rows of a batch: its own, one a row."""
-        return self
-
-    def with_rows(self, rows: "RecurrentCache", new: NewTokens) -> "RecurrentCache":
-        """The cache after its rows are these."""
-        return rows
+    def slots(self, new: NewTokens) -> StateSlots | None:
+        """The places of the rows in a cache that has more; None: it has just these."""
+        return None
 
 
 class Scanned(NamedTuple):
@@ -77,8 +68,9 @@ class RecurrentMixer(BranchModule):
 
     It defines four methods. `_convolve(parts, rates, starts, histories, parallel)` gives what the
     scan reads, `_scan(read, starts, initial)` its outcome behind the state `initial` or none, and
-    `_step(read, state)` that of one token. `_summary(read, starts)` gives what a piece of a
-    sequence leaves in the state, and what it leaves of a state before it.
+    `_step(read, states, slots)` that of one token behind the states of its rows, which are all or
+    lie in `slots`. `_summary(read, starts)` gives what a piece of a sequence leaves in the state,
+    and what it leaves of a state before it.
     """
 
     taps: int
@@ -97,14 +89,19 @@ class RecurrentMixer(BranchModule):
         if new.count is not None:
             real = new.is_real(parts[0].shape[1])
             parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
-        rows = cache.of_rows(new)
-        read = self._convolve(parts, rates, None, rows.histories, inputs.ctx.parallel)
+        slots = cache.slots(new)
+        histories = tuple(states_in(history, slots) for history in cache.histories)
+        read = self._convolve(parts, rates, None, histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            made = self._step(read, rows.state)
+            made = self._step(read, cache.state, slots)
         else:
-            made = self._scan(read, None, rows.state)
-        rows = rows.advance(parts, made.state, new)
-        return read, made.y, cache.with_rows(rows, new)
+            made = self._scan(read, None, states_in(cache.state, slots))
+            made = made._replace(state=with_states(cache.state, made.state, slots))
+        pairs = zip(parts, histories, strict=True)
+        last = (last_tokens(part, before, new.count) for part, before in pairs)
+        pairs = zip(cache.histories, last, strict=True)
+        histories = tuple(with_states(history, own, slots) for history, own in pairs)
+        return read, made.y, cache._replace(histories=histories, state=made.state)
 
     def _mix_sequences(
         self, parts: Parts, rates: Parts, inputs: BranchInputs

@@ -251,7 +251,7 @@ def test_a_run_lists_every_op_once():
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
     # No block calls grouped_matmul yet, keys ask for others, nf4 for adapters, and some are for
     # serving.
-    serving = {"paged_attention", "channels8"}
+    serving = {"paged_attention", "channels8", "token_step"}
     by_key = {"attention_in_8_bits", "nf4", "block_matmul"}
     assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"} - by_key - serving)
     lines = kernel_lines(cfg, sizes)
