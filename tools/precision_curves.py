@@ -1,6 +1,6 @@
 """`python -m tools.precision_curves --out DIR`: what recipes of 8 bits and 4 do to the loss.
 
-A small decoder learns Python's own sources: in bf16, and by each recipe of `precision.fp8`, with
+A small decoder learns Python's own sources, or `--text`: in bf16, and by each recipe of `precision.fp8`, with
 several seeds. Runs of one seed begin with the same weights and read the same batches, so losses
 are compared in pairs. Blocks of 128 are multiplied by our kernels on Hopper. MXFP8 and NVFP4 are
 rounded exactly and multiplied in plain JAX. NVFP4's published recipe leaves the first 2 and the
