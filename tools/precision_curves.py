@@ -1,12 +1,12 @@
 """`python -m tools.precision_curves --out DIR`: what recipes of 8 bits and 4 do to the loss.
 
-A small decoder learns Python's own sources, or `--text`: in bf16, and by each recipe of `precision.fp8`, with
-several seeds. Runs of one seed begin with the same weights and read the same batches, so losses
-are compared in pairs. Blocks of 128 are multiplied by our kernels on Hopper. MXFP8 and NVFP4 are
-rounded exactly and multiplied in plain JAX. NVFP4's published recipe leaves the first 2 and the
-last 8 of 62 layers in bf16, 16 %. Here that is the last 2 of 14, so that four fifths of all FLOPs
-are of 4 bits. `control` is bf16 in two micro-batches, whose sums are in another order: it says what
-chance alone adds.
+A small decoder learns Python's own sources, or `--text`: in bf16, and by each recipe of
+`precision.fp8`, with several seeds. Runs of one seed begin with the same weights and read the same
+batches, so losses are compared in pairs. Blocks of 128 are multiplied by our kernels on Hopper.
+MXFP8 and NVFP4 are rounded exactly and multiplied in plain JAX. NVFP4's published recipe leaves the
+first 2 and the last 8 of 62 layers in bf16, 16 %. Here that is the last 2 of 14, so that four
+fifths of all FLOPs are of 4 bits. `control` is bf16 in two micro-batches, whose sums are in another
+order: it says what chance alone adds.
 
 Runs go in the order of their worth, one seed after the other, `--jobs` at a time on one device,
 until `--minutes` are over. The text is tokenized once. DIR gets the runs, their logs, two drawings,

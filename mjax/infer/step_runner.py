@@ -476,12 +476,15 @@ def fitting_pages(
     if one == two:  # all caches lie in slots
         return 1 + sizes.rows * sizes.width
     free = stats["bytes_limit"] - stats["bytes_in_use"] - one
-    scratch = 0
-    for size in largest:
+
+    def scratch_of(size: tuple) -> int:
         options = options_of(size[0] or size[1])
         made = programs.lowered(params, *size).compile(compiler_options=options or None)
         memory = made.memory_analysis()
-        scratch = max(scratch, memory.temp_size_in_bytes + memory.output_size_in_bytes)
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    with ThreadPoolExecutor(len(largest)) as pool:
+        scratch = max(pool.map(scratch_of, largest))
     # As much again is for the compiler's trials and for holes between arrays.
     spare = 2 * scratch + _SPARE_MEMORY * stats["bytes_limit"]
     pages = int((free - spare) // (two - one))
