@@ -9,31 +9,45 @@ so many texts: positions start anew, and a mask keeps them apart, as a plain loo
 It runs on one GPU, in a process of its own, so that JAX holds none of its memory. tok/s, TFLOP/s
 and MFU count what mjax counts for this config, as if a row were one text. With lora.rank the layers
 have PEFT's adapters on all of their matmuls; the base is then in bf16 and does not train.
+train.objective=preference is DPO, whose reference each step computes: a copy in bf16, or the base
+with its adapters off. A row has so many `--documents`, in pairs: torch has each as a row.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import numpy as np
 
 from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import parse_with_config, report
+from mjax.bench.train import random_batch
 from mjax.config import Config, load
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.preference import PreferenceConfig
+from mjax.data.mock import equal_answers
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
 from mjax.models.flops import flops_of_run
 from mjax.plan.auto import resolve_auto
 from mjax.run.monitor.metrics import peak_tflops
 
-OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "contrastive"
+OBJECTIVES = (
+    "next_token",
+    "masked_lm",
+    "span_corruption",
+    "classify_images",
+    "contrastive",
+    "preference",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,6 +74,12 @@ def main(argv: list[str] | None = None) -> int:
     require_transformers("torch_train")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX only says what the device is
     cfg = load(args.config, args.overrides)
+    require_comparable(cfg, args)
+    return report(args, [measure(cfg, args)])
+
+
+def require_comparable(cfg: Config, args: argparse.Namespace) -> None:
+    """Raise `UserError` for what mjax and torch would not compute alike."""
     if cfg.train.objective not in OBJECTIVES:
         raise UserError(
             f"torch_train: train.objective={cfg.train.objective} is not compared; "
@@ -67,11 +87,15 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.documents < 1 or cfg.data.seq_length % args.documents:
         raise UserError(f"--documents {args.documents}: give a divisor of {cfg.data.seq_length}")
-    if args.documents > 1 and (cfg.train.objective != "next_token" or cfg.model.modalities):
+    if cfg.train.objective == "preference":
+        if args.documents % 2 or cfg.model.modalities:
+            raise UserError(f"--documents {args.documents}: give an even number, of texts alone")
+        if cfg.preference != PreferenceConfig(beta=cfg.preference.beta):
+            raise UserError("torch_train: of preference it reads beta; leave out the other keys")
+    elif args.documents > 1 and (cfg.train.objective != "next_token" or cfg.model.modalities):
         raise UserError("--documents: only rows of texts for next_token are packed")
     if cfg.train.freeze:
         raise UserError("torch_train: it trains all parameters; give train.freeze=[]")
-    return report(args, [measure(cfg, args)])
 
 
 def measure(cfg: Config, args: argparse.Namespace) -> dict:
@@ -82,9 +106,14 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = made_model(cfg, args.dtype, args.compile, device)
-    step = training_step(
-        cfg, model, random_inputs(cfg, device, args.documents), args.dtype == "mixed", device
-    )
+    if cfg.train.objective == "preference":
+        reference = None if cfg.lora.rank else copy_in_bf16(cfg, model, args, device)
+        loss_of = preference_loss(model, reference, cfg.preference.beta, args.compile)
+        inputs = random_answers(cfg, device, args.documents)
+    else:
+        loss_of = partial(loss_within, model)
+        inputs = random_inputs(cfg, device, args.documents)
+    step = training_step(cfg, model, partial(loss_of, **inputs), args.dtype == "mixed", device)
     start = time.perf_counter()
     loss = float(step())
     first = time.perf_counter() - start
@@ -128,7 +157,8 @@ def step_seconds(step: Callable[[], object], steps: int, device: str) -> list[fl
 
 def case(cfg: Config, args: argparse.Namespace) -> dict:
     """What two runs must share to be compared."""
-    return {
+    is_pairs = cfg.train.objective == "preference"
+    return ({"preference": "sigmoid"} if is_pairs else {}) | {
         "model": cfg.model.model_type,
         "layers": cfg.model.num_hidden_layers,
         "hidden": cfg.model.hidden_size,
@@ -195,10 +225,58 @@ def with_adapters(model, lora: LoraConfig):
     return peft.get_peft_model(model, adapters)
 
 
+def copy_in_bf16(cfg: Config, model, args: argparse.Namespace, device: str):
+    """A model of the same weights that does not train; in fp32 with `--dtype float32`."""
+    dtype = "bfloat16" if args.dtype == "mixed" else args.dtype
+    copy = made_model(cfg, dtype, args.compile, device).requires_grad_(False)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def loss_within(model, **inputs):
+    """The loss that a model of transformers computes itself."""
+    return model(**inputs).loss
+
+
+def preference_loss(model, reference, beta: float, compiled: str) -> Callable[..., object]:
+    """A function of `random_answers` that returns the loss of DPO, a mean over pairs.
+
+    reference: a model that does not train; None: `model` with its adapters off.
+    compiled: as `--compile`; the log-probabilities are compiled with the model, or alone.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy, logsigmoid
+
+    def of_logits(logits, labels):
+        losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return -losses.view(labels.shape).sum(1)
+
+    if compiled == "layers":
+        of_logits = torch.compile(of_logits)
+
+    def of_answers(model, input_ids, labels):
+        return of_logits(model(input_ids=input_ids, use_cache=False).logits, labels)
+
+    if compiled == "model":
+        of_answers = torch.compile(of_answers)
+
+    def loss(input_ids, labels):
+        off = model.disable_adapter() if reference is None else contextlib.nullcontext()
+        with torch.no_grad(), off:
+            start = of_answers(model if reference is None else reference, input_ids, labels)
+        chosen, rejected = (of_answers(model, input_ids, labels) - start).view(-1, 2).unbind(1)
+        return -logsigmoid(beta * (chosen - rejected)).mean()
+
+    return loss
+
+
 def training_step(
-    cfg: Config, model, inputs: dict, mixed: bool, device: str
+    cfg: Config, model, loss_of: Callable[[], object], mixed: bool, device: str
 ) -> Callable[[], object]:
-    """A function that trains on a global batch of equal micro-batches and returns the loss."""
+    """A function that trains on a global batch of equal micro-batches and returns the loss.
+
+    loss_of: returns that of a micro-batch.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(
@@ -214,7 +292,7 @@ def training_step(
     def step():
         for _ in range(micro_batches):
             with torch.autocast(device, torch.bfloat16, enabled=mixed):
-                loss = model(**inputs).loss / micro_batches
+                loss = loss_of() / micro_batches
             loss.backward()
         if cfg.optimizer.clip_grad_norm > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip_grad_norm)
@@ -255,6 +333,22 @@ def random_inputs(cfg: Config, device: str, documents: int = 1) -> dict:
         if documents > 1:
             arrays |= packing_of(arrays["labels"], documents)
     return {name: torch.as_tensor(array, device=device) for name, array in arrays.items()} | rest
+
+
+def random_answers(cfg: Config, device: str, documents: int) -> dict:
+    """Answers of a micro-batch of `mjax bench train`, chosen and rejected in turn.
+
+    "input_ids" and "labels", which are -100 before an answer: [rows * documents, tokens of each].
+    """
+    import torch
+
+    batch = random_batch(cfg, documents)
+    batch |= equal_answers(batch, documents)
+    labels = np.where(batch["loss_mask"] > 0, batch["labels"], -100)
+    arrays = {"input_ids": batch["tokens"], "labels": labels}
+    rows, width = cfg.train.micro_batch_size, cfg.data.seq_length // documents
+    cut = {name: array[:rows].reshape(-1, width) for name, array in arrays.items()}
+    return {name: torch.as_tensor(a, dtype=torch.long, device=device) for name, a in cut.items()}
 
 
 def packing_of(labels: np.ndarray, documents: int) -> dict[str, np.ndarray]:

@@ -3,7 +3,8 @@
 Real training steps of the trainer on random tokens (one document per sequence unless `--documents`
 says otherwise), after warm-up; the median step counts. As in training, a step is handed to the
 device while the one before still runs. `--breakdown` profiles a few more steps and prints where
-their time goes; `--startup` measures the seconds to the first step, cold and warm.
+their time goes; `--startup` measures the seconds to the first step, cold and warm. Preferences are
+of random pairs, or of equal ones with `--documents`; a step computes the reference of its batch.
 """
 
 import argparse
@@ -23,7 +24,9 @@ import numpy as np
 from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
+from mjax.data.mock import equal_answers
 from mjax.errors import CommandParser, UserError, at_least
+from mjax.post.preference_batches import add_roles
 from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
@@ -56,6 +59,8 @@ def measure_training(
     """Run 1 + `warmup` + `steps` training steps and `profiled` more; the record."""
     trainer = Trainer(cfg)
     trainer.init()
+    if trainer.cfg.train.objective == "preference":
+        add_roles(trainer)
     batch = batch_of(trainer, documents)
     say_progress("compiling the training step")
     start = time.perf_counter()
@@ -145,8 +150,9 @@ def steps_on(trainer: Trainer, batch: dict[str, np.ndarray]) -> Iterator[dict[st
 def case(trainer: Trainer, documents: int) -> dict:
     """The facts that two runs must share to be compared."""
     cfg = trainer.cfg
-    target = cfg.data.target_length
-    return ({} if target is None else {"target": target}) | {
+    losses = cfg.train.objective == "preference" and "+".join(cfg.preference.losses)
+    further = {"target": cfg.data.target_length, "preference": losses}
+    return {name: fact for name, fact in further.items() if fact} | {
         "layers": cfg.model.num_hidden_layers,
         "hidden": cfg.model.hidden_size,
         "vocab": cfg.model.vocab_size,
@@ -186,8 +192,9 @@ def startup(args: argparse.Namespace) -> dict[str, float]:
 def batch_of(trainer: Trainer, documents: int = 1) -> dict[str, np.ndarray]:
     """`random_batch`, with the fields that the trainer's objective makes."""
     batch = random_batch(trainer.cfg, documents)
-    make_fields = field_maker(trainer.cfg, trainer.objective)
-    if make_fields is not None:
+    if documents > 1 and trainer.cfg.train.objective == "preference":
+        batch |= equal_answers(batch, documents)
+    if make_fields := field_maker(trainer.cfg, trainer.objective):
         batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
     return batch
 

@@ -22,23 +22,36 @@ def preference_batches(trainer: Trainer, record: dict) -> RunBatches:
     objective, settings = trainer.objective, trainer.cfg.preference
     if isinstance(objective, Preference) and settings.needs_reference and settings.reference:
         trainer.checkpoints.fitted(source_of(settings.reference))  # refused before data is written
-    batches, fields = from_config(trainer, record), []
+    batches = from_config(trainer, record)
     if not isinstance(objective, Preference):  # one of the user's own
         return batches
-    if settings.needs_reference:
-        reference = reference_of(trainer, settings.reference)
-        kind = LOG_PROBS if reference.held is not None else BASE_LOG_PROBS
-        if settings.precompute_ref_log_probs:
-            for stream in filter(None, (batches.training, batches.held_out)):
-                assert isinstance(stream, DatasetStream)
-                attach_stored_scores(reference, kind, list(answer_datasets(stream.data)))
-        else:
-            fields.append(partial(_field, "ref_log_probs", reference, kind))
-    if objective.reads_kl:
+    if settings.needs_reference and settings.precompute_ref_log_probs:
+        reference, kind = _reference_and_kind(trainer)
+        for stream in filter(None, (batches.training, batches.held_out)):
+            assert isinstance(stream, DatasetStream)
+            attach_stored_scores(reference, kind, list(answer_datasets(stream.data)))
+    add_roles(trainer)
+    return batches
+
+
+def add_roles(trainer: Trainer) -> None:
+    """Let the roles of a trainer of preferences compute their fields of each batch.
+
+    The reference is what training starts from, so a trainer without a state draws one.
+    """
+    fields = []
+    if trainer.cfg.preference.computes_reference:
+        fields.append(partial(_field, "ref_log_probs", *_reference_and_kind(trainer)))
+    if trainer.objective.reads_kl:
         policy = Role("policy", trainer, frozen=False)
         trainer.live_role_fields = RoleFields((partial(_field, "kl", policy, KTO_DIVERGENCE),))
     trainer.role_fields = RoleFields(tuple(fields))
-    return batches
+
+
+def _reference_and_kind(trainer: Trainer) -> tuple[Role, ProgramKind]:
+    """The reference, and the program of its log-probabilities."""
+    reference = reference_of(trainer, trainer.cfg.preference.reference)
+    return reference, LOG_PROBS if reference.held is not None else BASE_LOG_PROBS
 
 
 def _field(name: str, role: Role, kind: ProgramKind, placed: Batch) -> Batch:

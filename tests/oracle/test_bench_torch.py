@@ -2,13 +2,23 @@
 
 import json
 import math
+from argparse import Namespace
+from functools import partial
 
+import jax
 import pytest
 
 pytest.importorskip("transformers", reason="needs the oracle extra")
 
+import torch  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
 from benchmarks import torch_train as bench  # noqa: E402
+from mjax.bench.train import batch_of  # noqa: E402
 from mjax.config import load  # noqa: E402
+from mjax.interop.pretrained import source_of  # noqa: E402
+from mjax.post.preference_batches import add_roles  # noqa: E402
+from mjax.train import Trainer  # noqa: E402
 
 TINY = ["--compile", "no", "--steps", "2", "--warmup", "0", "train.freeze=[]"]
 TINY += ["train.global_batch_size=4", "train.micro_batch_size=2", "model.hidden_size=32"]
@@ -52,14 +62,85 @@ def test_packed_texts_are_texts_of_their_own():
     assert model(**packed).loss.item() == pytest.approx(model(**alone).loss.item(), rel=1e-6)
 
 
-def test_berts_layers_compile_apart_and_its_head_with_the_loss(monkeypatch, capsys):
-    import torch
-    from torch._dynamo.utils import counters
+# Four answers a row, compared in fp32; AdamW decays other parameters in torch than here.
+ANSWERS = [*DENSE, *TINY[9:], "model.attention.num_key_value_heads=1", "model.vocab_size=512"]
+ANSWERS += ["model.attention.head_dim=16", "train.objective=preference", "preference.beta=0.5"]
+ANSWERS += ["schedule.lr=0.01", "schedule.decay=constant", "schedule.warmup_steps=0"]
+ANSWERS += ["optimizer.weight_decay=0", "precision.compute=float32"]
+ANSWERS += ["train.global_batch_size=2", "train.micro_batch_size=2"]
+ARGS = Namespace(dtype="float32", compile="no")
 
-    def compile_eagerly(module):  # what dynamo captures, without a C++ compiler
-        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
 
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+@pytest.fixture
+def compiled_eagerly(monkeypatch):
+    """What dynamo captures is run by torch's own functions, without a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def answers_and_model(*keys: str) -> tuple:
+    """(config, model, arguments of its loss), in fp32 on the CPU."""
+    cfg = load("configs/models/llama3_8b.yaml", [*ANSWERS, *keys])
+    torch.manual_seed(0)
+    model = bench.made_model(cfg, "float32", "no", "cpu")
+    return cfg, model, bench.random_answers(cfg, "cpu", documents=4)
+
+
+def test_steps_of_dpo_are_those_of_mjax(tmp_path):
+    cfg, model, answers = answers_and_model()
+    model.save_pretrained(tmp_path)
+    trainer = Trainer(cfg, devices=jax.devices()[:1])
+    trainer.load_params(source_of(tmp_path))
+    add_roles(trainer)
+    batch = batch_of(trainer, documents=4)
+    ours = [float(trainer.step(batch)["loss"]) for _ in range(4)]
+
+    reference = bench.copy_in_bf16(cfg, model, ARGS, "cpu")
+    loss = partial(bench.preference_loss(model, reference, cfg.preference.beta, "no"), **answers)
+    step = bench.training_step(cfg, model, loss, False, "cpu")
+    theirs = [step().item() for _ in range(4)]
+    assert ours[0] == pytest.approx(math.log(2), rel=1e-6) and ours[3] < ours[0] / 2
+    assert theirs == pytest.approx(ours, rel=2e-3)
+
+
+def test_the_reference_of_adapters_is_their_base():
+    cfg, model, answers = answers_and_model("lora.rank=2")
+    _, base, _ = answers_and_model()
+    base.to(torch.bfloat16)
+    loss = bench.preference_loss(model, None, cfg.preference.beta, "no")
+    assert loss(**answers).item() == pytest.approx(math.log(2), rel=1e-6)  # they begin at zero
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    apart = bench.preference_loss(model, base, cfg.preference.beta, "no")
+    found = loss(**answers)
+    assert found.item() == pytest.approx(apart(**answers).item(), rel=1e-6)
+    assert abs(found.item() - math.log(2)) > 0.01
+    found.backward()
+    has_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert has_gradient == {name for name, _ in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "graphs"), [("model", 0, 2), ("layers", 0, 4), ("layers", 2, 5)]
+)
+def test_policy_and_reference_compile_to_few_graphs(mode, rank, graphs, compiled_eagerly, capsys):
+    """One graph for each; apart, one for its layers and one for its log-probabilities.
+
+    The input of the first layer with adapters has no gradient, so it has a graph of its own.
+    """
+    keys = [*TINY[2:6], *ANSWERS, "model.num_hidden_layers=2", "--documents", "4"]
+    keys += [f"lora.rank={rank}", "--compile", mode]
+    assert bench.main(["--config", "configs/models/llama3_8b.yaml", *keys]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"]
+    assert first == pytest.approx(math.log(2), abs=0.01)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+def test_berts_layers_compile_apart_and_its_head_with_the_loss(compiled_eagerly, capsys):
     losses, captured = [], []
     for depth, mode in ((2, "no"), (2, "layers"), (1, "layers")):
         torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """The benchmarks: what a profile means, what a baseline lets pass, and that each of them runs."""
 
 import json
+import math
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks import host, torch_train
 from mjax.bench import checkpoint, collective, data, decode, engine, kernel, report, train
 from mjax.bench.breakdown import KernelEvent, breakdown, classify, parse, profile, top
 from mjax.config import load
+from mjax.data.mock import equal_answers
 from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
@@ -117,6 +119,22 @@ def test_breakdown_adds_up_to_the_wall_time():
     assert (hidden["part"], hidden["ms"] * 2000) == ("communication, hidden", pytest.approx(7))
     matmul = next(row for row in rows if row["part"] == "matmul")
     assert matmul["backward"] == matmul["ms"] and matmul["forward"] == 0
+
+
+def test_pairs_of_equal_documents_are_measured_with_their_reference():
+    keys = "train.objective=preference", "schedule.lr=0.01", "preference.beta=1"
+    record = train.measure_training(load(None, [*TINY, *keys]), steps=2, warmup=0, documents=2)
+    assert record["case"]["preference"] == "sigmoid" and record["case"]["documents"] == 2
+    assert 0 < record["loss"] < 0.9 * math.log(2)  # where training starts it is log 2
+    cfg = load(None, [*TINY, *keys])
+    batch = train.random_batch(cfg, documents=4)
+    found = equal_answers(batch, 4)
+    assert found["loss_mask"][0].tolist() == [0, 1] * 4
+    assert found["positions"][0].tolist() == [0, 1] * 4
+    assert found["answer_values"][0].tolist() == [0, 1, 0, -1, 0, 1, 0, -1]
+    for documents in (3, 6):
+        with pytest.raises(UserError, match=f"--documents {documents}: preferences need an even"):
+            equal_answers(batch, documents)
 
 
 def test_longest_instructions_come_first():
@@ -374,6 +392,11 @@ def test_decoding_needs_a_model():
         (["train.freeze=[]", "--steps", "0"], "--steps 0: at least one step"),
         (["train.freeze=['head']"], "trains all parameters; give train.freeze="),
         (["train.objective=denoise"], "train.objective=denoise is not compared; next_token, "),
+        (["train.objective=preference"], "--documents 1: give an even number"),
+        (
+            ["--documents=2", "train.objective=preference", "preference.loss_type=ipo"],
+            "of preference it reads beta",
+        ),
     ],
 )
 def test_what_torch_cannot_be_compared_with_is_one_line(monkeypatch, argv, message):
