@@ -1,17 +1,16 @@
 """Programs of a model in a sandbox: bubblewrap's namespaces, resource limits, and a clock.
 
 Invariant: a program sees Python and /usr, can write no file and reaches no network, and no process
-of it is left when `run` returns. There is no /proc, /dev or /tmp. It is the first process of a PID
-namespace: its processes see no others, die with it, and it dies with us. `system_calls.py` refuses
-what namespaces do not cover. RLIMITs hold for a process. The sums over processes are looked at
-every `_WATCH_SECONDS`, for a limit on processes does not bind root. The kernel itself is what a
+of it is left when `run` returns. There is no /proc, /dev or /tmp. It is the only process of a PID
+namespace: it sees no others, starts none, and dies with us. `system_calls.py` refuses what
+namespaces do not cover. Memory and threads are looked at every `_WATCH_SECONDS`, for limits do not
+count memory that is shared, and one on threads does not bind root. The kernel itself is what a
 program could still attack: run models that you do not trust in a virtual machine.
 """
 
 import contextlib
 import functools
 import importlib
-import itertools
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +27,7 @@ from mjax.errors import UserError
 from mjax.post.environments.system_calls import system_call_filter
 
 _WATCH_SECONDS = 0.02
-MOST_CHILDREN = 16
+MOST_THREADS = 16
 MOST_OUTPUT = 2**20  # bytes of standard output, and of standard error
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 # The first code in the sandbox. Its limits cannot be raised again.
@@ -101,7 +100,7 @@ class Sandbox:
     def _limits(self) -> dict[str, int]:
         """RLIMITs of each process. FSIZE is for its output, the one file that it writes."""
         none = dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
-        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_CHILDREN, "FSIZE": MOST_OUTPUT}
+        few = {"NOFILE": 64, "SIGPENDING": 64, "NPROC": MOST_THREADS, "FSIZE": MOST_OUTPUT}
         return none | few | {"AS": self.memory << 20, "CPU": int(self.seconds) + 1}
 
     def _watch(self, process: subprocess.Popen, outputs: Sequence[int]) -> str:
@@ -114,34 +113,30 @@ class Sandbox:
                 return "output limit"
             if process.returncode is not None:
                 return ""
-            used = list(itertools.islice(_memory_used(process.pid), MOST_CHILDREN + 1))
-            if len(used) > MOST_CHILDREN:
-                return "process limit"
-            if sum(used) > self.memory << 20:
-                return "memory limit"
+            for program in _children(process.pid):
+                with contextlib.suppress(OSError):  # it has ended
+                    if len(os.listdir(f"/proc/{program}/task")) > MOST_THREADS:
+                        return "thread limit"
+                    if _memory_used(program) > self.memory << 20:
+                        return "memory limit"
             if time.monotonic() > until:
                 return "time limit"
 
 
 def _end_namespace(process: subprocess.Popen) -> None:
-    """Kill the first process of the namespace. bubblewrap ends after all others have."""
+    """Kill the process of the namespace. bubblewrap ends after it."""
     for child in _children(process.pid):
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
-            os.setpriority(os.PRIO_PROCESS, child, -20)  # may root: before many others fork on
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     process.kill()
     process.wait()
 
 
-def _memory_used(pid: int) -> Iterator[int]:
-    """Yield the bytes in memory of each process below one."""
-    for child in _children(pid):
-        yield from _memory_used(child)
-        with contextlib.suppress(OSError):  # it has ended
-            pages = Path(f"/proc/{child}/statm").read_text().split()[1]
-            yield int(pages) * os.sysconf("SC_PAGE_SIZE")
+def _memory_used(pid: int) -> int:
+    """The bytes in memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _children(pid: int) -> list[int]:

@@ -5,6 +5,9 @@ of a process counts (shared segments, memory files, message queues). Each call h
 EPERM. So does a namespace of its own, in which a program would have capabilities again. A call by
 another architecture's numbers ends the process. Numbers are those of Linux's asm/unistd.h, and the
 program is classic BPF (linux/filter.h, linux/seccomp.h).
+
+New processes fail with EAGAIN, threads are let through. RLIMIT_NPROC does not bind root, and
+processes that double faster than a busy host can end them leave it no number for others.
 """
 
 import platform
@@ -21,13 +24,15 @@ _REFUSED = """
     perf_event_open 298 241, add_key 248 217, request_key 249 218, keyctl 250 219,
     io_uring_setup 425 425, inotify_init1 294 26, unshare 272 97, setns 308 268
 """
+_FORKS = (57, 58), ()  # fork and vfork; aarch64 has only clone
 _CLONE, _CLONE3 = (56, 220), 435
-_NEW_NAMESPACES = (
-    0x7E02_0000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
-)
+_CLONE_THREAD = 0x1_0000
+# CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+_NEW_NAMESPACES = 0x7E02_0000
 _X32 = 0x4000_0000  # calls of x86_64 by numbers from here on are other ones
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERROR, _EPERM, _ENOSYS = 0x7FFF_0000, 0x8000_0000, 0x0005_0000, 1, 38
+_ALLOW, _KILL, _ERROR = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
+_EPERM, _EAGAIN, _ENOSYS = 1, 11, 38
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in seccomp_data
 
 
@@ -48,13 +53,17 @@ def system_call_filter() -> bytes:
     ]
     for number in (int(row[1 + column]) for row in rows):
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
+    for number in _FORKS[column]:
+        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EAGAIN)]
     program += [
         (_EQUAL, 0, 1, _CLONE3),  # its flags lie in memory; libraries then take clone
         (_RETURN, 0, 0, _ERROR | _ENOSYS),
-        (_EQUAL, 0, 3, _CLONE[column]),
+        (_EQUAL, 0, 5, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
         (_RETURN, 0, 0, _ERROR | _EPERM),
+        (_ANY_BIT, 1, 0, _CLONE_THREAD),
+        (_RETURN, 0, 0, _ERROR | _EAGAIN),
         (_RETURN, 0, 0, _ALLOW),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
