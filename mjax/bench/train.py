@@ -193,10 +193,22 @@ def batch_of(trainer: Trainer, documents: int = 1) -> dict[str, np.ndarray]:
     """`random_batch`, with the fields that the trainer's objective makes."""
     batch = random_batch(trainer.cfg, documents)
     if documents > 1 and trainer.cfg.train.objective == "preference":
+        require_pairs(trainer.cfg)
         batch |= equal_answers(batch, documents)
     if make_fields := field_maker(trainer.cfg, trainer.objective):
         batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
     return batch
+
+
+def require_pairs(cfg: Config) -> None:
+    """Raise `UserError` for preferences that equal documents do not have."""
+    for key, has in {
+        "preference.loss_type": cfg.preference.is_unpaired,
+        "preference.precompute_ref_log_probs": cfg.preference.precompute_ref_log_probs,
+        "data.shared_prefixes": cfg.data.shared_prefixes,
+    }.items():
+        if has:
+            raise UserError(f"--documents: random pairs are not built for {key}; change it")
 
 
 def random_batch(cfg: Config, documents: int = 1) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from mjax.plan.absent_devices import as_on, compiler_devices
 from mjax.sharding.spec import ParamSpec, is_spec
 from tests.aot.common import H200, missing
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=missing(triton=True) or "")
 
 ROWS = 64
 MODELS = {  # two layers, and the state [H, P, N] of one
@@ -24,8 +24,10 @@ MODELS = {  # two layers, and the state [H, P, N] of one
 }
 
 
+@pytest.mark.parametrize("launch", ["jax-triton", "xla"])
 @pytest.mark.parametrize("path", MODELS)
-def test_states_change_where_they_lie(path):
+def test_states_change_where_they_lie(path, launch, monkeypatch):
+    monkeypatch.setenv("MJAX_TRITON_LAUNCH", launch)
     pattern, state = MODELS[path]
     keys = [f"model.layer_pattern={pattern}", "model.num_hidden_layers=2"]
     cfg = load(path, keys).model

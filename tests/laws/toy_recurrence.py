@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.languages.layer_pattern import Branch
+from mjax.kernels.recurrence.token_step import states_in, with_states
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
 from mjax.models.base.params import constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -50,11 +51,13 @@ class Recurrence(BranchModule):
                 real = tokens.new.is_real(u.shape[1])
                 u = jnp.where(real[..., None], u, 0)
                 decay = jnp.where(real[..., None], decay, 1)
-            before = cache.of_rows(tokens.new).state
+            slots = cache.slots(tokens.new)
+            before = states_in(cache.state, slots)
             u = u.at[:, 0].add(decay[:, 0] * before.astype(u.dtype))
         _, states = jax.lax.associative_scan(compose, (decay, u), axis=1)
         if cache is not None:
-            cache = cache.with_rows(RecurrentCache((), states[:, -1]), tokens.new)
+            after = with_states(cache.state, states[:, -1], slots)
+            cache = cache._replace(state=after)
         return BranchOutput(row(states, weight_of(self.outer), ctx), cache=cache)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 A state does not grow, an encoder's keys are written once, and relative biases need whole rows. So
 none of these lies in pages (`paged.py`). A step takes the rows of its slots, [slots, ..], and then
-puts them back. StateSlots after a row's last token are finite and never seen. The last slot is for
+puts them back. Slots after a row's last token are finite and never seen. The last slot is for
 rows without work.
 """
 

@@ -82,7 +82,7 @@ def step_in_slots(
     y, states = triton_call(
         token_step_triton.token_step,
         [*token[:5], slots.numbers, slots.begins.astype(jnp.int32), states],
-        [jax.ShapeDtypeStruct(token.v.shape, token.v.dtype), states],
+        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (token.v, states)],
         programs=batch * heads * (size // channels),
         warps=4,
         aliases={7: 1},

@@ -135,6 +135,9 @@ def test_pairs_of_equal_documents_are_measured_with_their_reference():
     for documents in (3, 6):
         with pytest.raises(UserError, match=f"--documents {documents}: preferences need an even"):
             equal_answers(batch, documents)
+    for key in ("preference.precompute_ref_log_probs=true", "preference.loss_type=kto"):
+        with pytest.raises(UserError, match="random pairs are not built for preference"):
+            train.require_pairs(load(None, [*TINY, *keys, key]))
 
 
 def test_longest_instructions_come_first():
