@@ -9,6 +9,7 @@ test starts (`tests/processes.py`) end with it.
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 
 from mjax.sharding.processes.fake_devices import fake_devices
 from tests.processes import end_processes, end_processes_if_terminated
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt what they start
 
 on_gpu = os.environ.setdefault(
     "MJAX_TEST_GPU", str(int(any("tests/gpu" in arg for arg in sys.argv)))
