@@ -88,13 +88,13 @@ ROOMS = {
     "pipeline": 850,
     "plan": 2_000,
     "optim": 750,
-    "data": 6_550,
+    "data": 6_530,
     "checkpoint interop convert": 13_350,
     "train run": 5_060,
-    "post": 4_850,
+    "post": 4_880,
     "serve chat": 4_105,
     "infer generate": 4_240,
-    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_025,
+    "evaluate export bench report prove doctor docs cli errors files json_file __init__": 5_015,
 }
 
 
