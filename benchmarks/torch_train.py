@@ -33,11 +33,11 @@ from mjax.config import Config, load
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.preference import PreferenceConfig
-from mjax.data.mock import equal_answers
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
 from mjax.models.flops import flops_of_run
 from mjax.plan.auto import resolve_auto
+from mjax.post.preferences.mock_answers import equal_answers
 from mjax.run.monitor.metrics import peak_tflops
 
 OBJECTIVES = (

@@ -22,6 +22,7 @@ import numpy as np
 
 from mjax.config.load import load
 from mjax.errors import run_cli
+from mjax.infer.records import powers_of_two
 from mjax.post.reinforce import reinforce_defaults
 from mjax.report.runs import Run, read_run
 from tools.countdown_traces import traces
@@ -119,8 +120,8 @@ class Plan:
                 yield self.learned("addition", loss, seed, *keys)
             for age, correction in ages():
                 keys = [f"reinforce.max_staleness={age}", f"reinforce.correction={correction}"]
-                rows = 1 << (ANSWERS * (1 + age) - 1).bit_length()  # a power of two
-                keys.append(f"reinforce.engine.rows={rows}")
+                rows = powers_of_two(1, ANSWERS * (1 + age))
+                keys.append(f"reinforce.engine.rows={rows[-1]}")
                 yield self.learned("addition", f"age{age}_{correction}", seed, *keys)
             yield from self.tasks("reverse", seed)
 

@@ -24,9 +24,9 @@ import numpy as np
 from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
-from mjax.data.mock import equal_answers
 from mjax.errors import CommandParser, UserError, at_least
 from mjax.post.preference_batches import add_roles
+from mjax.post.preferences.mock_answers import equal_answers, require_pairs
 from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
@@ -198,17 +198,6 @@ def batch_of(trainer: Trainer, documents: int = 1) -> dict[str, np.ndarray]:
     if make_fields := field_maker(trainer.cfg, trainer.objective):
         batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
     return batch
-
-
-def require_pairs(cfg: Config) -> None:
-    """Raise `UserError` for preferences that equal documents do not have."""
-    for key, has in {
-        "preference.loss_type": cfg.preference.is_unpaired,
-        "preference.precompute_ref_log_probs": cfg.preference.precompute_ref_log_probs,
-        "data.shared_prefixes": cfg.data.shared_prefixes,
-    }.items():
-        if has:
-            raise UserError(f"--documents: random pairs are not built for {key}; change it")
 
 
 def random_batch(cfg: Config, documents: int = 1) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Random tokens for speed tests: one document per sample, uniform over the vocabulary; answers.
+"""Random tokens for speed tests: one document per sample, uniform over the vocabulary.
 
 Invariant: sample i is a pure function of (seed, i). The mixer is splitmix64's finaliser.
 """
@@ -6,8 +6,6 @@ Invariant: sample i is a pure function of (seed, i). The mixer is splitmix64's f
 from collections.abc import Sequence
 
 import numpy as np
-
-from mjax.errors import UserError
 
 
 class MockDataset:
@@ -49,23 +47,3 @@ class MockDataset:
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         numbers = (x >> np.uint64(33)) % np.uint64(self.vocab_size)
         return numbers.astype(np.int32)
-
-
-def equal_answers(batch: dict[str, np.ndarray], documents: int) -> dict[str, np.ndarray]:
-    """The fields of pairs of answers in rows [B, S] of so many documents of one length.
-
-    The second half of each document is its answer. They are chosen and rejected in turn, and the
-    reference is left out. Raises `UserError` where documents do not pair.
-    """
-    shape = batch["segment_ids"].shape
-    if documents % 2 or shape[1] % documents:
-        raise UserError(
-            f"--documents {documents}: preferences need an even number that divides {shape[1]}"
-        )
-    length = shape[1] // documents
-    place, value = np.arange(shape[1]) % length, batch["segment_ids"] % 2 * 2 - 1
-    return {
-        "positions": np.broadcast_to(place.astype(np.int32), shape),
-        "loss_mask": np.broadcast_to((place >= length // 2).astype(np.float32), shape),
-        "answer_values": np.where(place == length - 1, value, 0).astype(np.float32),
-    }

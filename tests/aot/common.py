@@ -6,8 +6,11 @@ those of CPUs unless a test chooses others, and `auto` policies those of devices
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
 import pytest
 
 from mjax.config import load
@@ -17,6 +20,7 @@ from mjax.plan import auto
 from mjax.plan.absent_devices import cannot_compile, compiler_devices, compiler_told
 from mjax.plan.chips import Chip, named_chips
 from mjax.plan.hlo_collectives import Collective, read_exchanges
+from mjax.sharding.spec import ParamSpec, is_spec
 from mjax.train import Trainer
 
 H200 = named_chips()["h200"]
@@ -34,6 +38,18 @@ TWO_LAYERS = (  # of the default width, two rows in two micro-batches
 def missing(triton: bool = False) -> str | None:
     """Why programs for H200, with Triton kernels if `triton`, cannot be compiled here, or None."""
     return cannot_compile(triton)
+
+
+def weights_apart(specs: dict, weight: Callable[[ParamSpec], Any]) -> dict:
+    """`weight` of each parameter, of layers in lists, as an engine has them."""
+
+    def made(spec: ParamSpec) -> Any:
+        if not spec.is_stacked:
+            return weight(spec)
+        of_layer = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+        return [weight(of_layer)] * spec.shape[0]
+
+    return jax.tree.map(made, specs, is_leaf=is_spec)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """A step of the engine with weights in 8 bits, compiled for an H200, reads them where they lie."""
 
 import re
-from dataclasses import replace
 from math import prod
 
 import jax
@@ -15,8 +14,7 @@ from mjax.infer.programs import EnginePrograms
 from mjax.kernels.fp8.channels import Channels8
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
-from mjax.sharding.spec import is_spec
-from tests.aot.common import H200, missing
+from tests.aot.common import H200, missing, weights_apart
 from tests.aot.test_decode import FREE, MADE
 from tests.marks import quick
 
@@ -42,12 +40,7 @@ def compiled_step(path, rows):
             rounded.append(value)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), value)
 
-    def weight(spec):
-        if not spec.is_stacked:
-            return layer(spec)
-        return [layer(replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]))] * spec.shape[0]
-
-    params = jax.tree.map(weight, definition.specs, is_leaf=is_spec)
+    params = weights_apart(definition.specs, layer)
     sizes = PoolSizes(300, 256, 16)
     programs = EnginePrograms(definition, cfg, None, jnp.dtype("bfloat16"), sizes, Channels8)
     with as_on(H200):

@@ -15,8 +15,7 @@ from mjax.infer.programs import EnginePrograms, StepTokens, record_dtype
 from mjax.infer.sample import Draws, RowRules
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
-from mjax.sharding.spec import is_spec
-from tests.aot.common import H200, missing
+from tests.aot.common import H200, missing, weights_apart
 from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -38,13 +37,8 @@ def compiled_step(batch, draws=None, **options):
     def array(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
 
-    def weight(spec):
-        if spec.axes[:1] != ("layers",):
-            return array(spec.shape)
-        return [array(spec.shape[1:]) for _ in range(spec.shape[0])]
-
     definition = definition_of(cfg)
-    params = jax.tree.map(weight, definition.specs, is_leaf=is_spec)
+    params = weights_apart(definition.specs, lambda spec: array(spec.shape))
     sizes = PoolSizes(PAGES, 64, 4)
     programs = EnginePrograms(definition, cfg, None, jnp.dtype("bfloat16"), sizes)
     state = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(programs._empty))

@@ -12,8 +12,7 @@ from mjax.infer.caches.specs import PoolSizes
 from mjax.infer.programs import EnginePrograms
 from mjax.models import definition_of
 from mjax.plan.absent_devices import as_on, compiler_devices
-from mjax.sharding.spec import ParamSpec, is_spec
-from tests.aot.common import H200, missing
+from tests.aot.common import H200, missing, weights_apart
 
 pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=missing(triton=True) or "")
 
@@ -34,13 +33,10 @@ def test_states_change_where_they_lie(path, launch, monkeypatch):
     one = SingleDeviceSharding(compiler_devices(H200, 1)[0])
     definition = definition_of(cfg)
 
-    def weight(spec: ParamSpec):
-        def array(shape):
-            return jax.ShapeDtypeStruct(shape, spec.dtype(jnp.bfloat16), sharding=one)
+    def weight(spec):
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype(jnp.bfloat16), sharding=one)
 
-        return [array(spec.shape[1:])] * spec.shape[0] if spec.is_stacked else array(spec.shape)
-
-    params = jax.tree.map(weight, definition.specs, is_leaf=is_spec)
+    params = weights_apart(definition.specs, weight)
     sizes = PoolSizes(300, ROWS, 16)
     programs = EnginePrograms(definition, cfg, None, jnp.dtype("bfloat16"), sizes)
     with as_on(H200):

@@ -97,11 +97,11 @@ class RecurrentMixer(BranchModule):
         else:
             made = self._scan(read, None, states_in(cache.state, slots))
             made = made._replace(state=with_states(cache.state, made.state, slots))
-        pairs = zip(parts, histories, strict=True)
-        last = (last_tokens(part, before, new.count) for part, before in pairs)
-        pairs = zip(cache.histories, last, strict=True)
-        histories = tuple(with_states(history, own, slots) for history, own in pairs)
-        return read, made.y, cache._replace(histories=histories, state=made.state)
+        kept = tuple(
+            with_states(of_all, last_tokens(part, before, new.count), slots)
+            for of_all, part, before in zip(cache.histories, parts, histories, strict=True)
+        )
+        return read, made.y, cache._replace(histories=kept, state=made.state)
 
     def _mix_sequences(
         self, parts: Parts, rates: Parts, inputs: BranchInputs

@@ -42,7 +42,9 @@ def system_call_filter() -> bytes:
         known = " and ".join(_MACHINES)
         raise UserError(f"the sandbox knows the system calls of {known}, not {platform.machine()}")
     column, architecture = _MACHINES[platform.machine()]
-    rows = [row.split() for row in _REFUSED.split(",")]
+    refused = [int(row.split()[1 + column]) for row in _REFUSED.split(",")]
+    errors = dict.fromkeys(refused, _EPERM) | dict.fromkeys(_FORKS[column], _EAGAIN)
+    errors[_CLONE3] = _ENOSYS  # its flags lie in memory; libraries then take clone
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -51,13 +53,9 @@ def system_call_filter() -> bytes:
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
     ]
-    for number in (int(row[1 + column]) for row in rows):
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
-    for number in _FORKS[column]:
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EAGAIN)]
+    for number, error in errors.items():
+        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error)]
     program += [
-        (_EQUAL, 0, 1, _CLONE3),  # its flags lie in memory; libraries then take clone
-        (_RETURN, 0, 0, _ERROR | _ENOSYS),
         (_EQUAL, 0, 5, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from mjax.config import Config
 from mjax.data.base.shared_prefix import placed_blocks
+from mjax.errors import UserError
 from mjax.objectives.fields import HostBatch
 from mjax.objectives.objective import MATCHED, PAIRS, STEPS
 
@@ -27,6 +29,37 @@ def mock_answers(
         rng = np.random.default_rng((seed, step, int(row)))
         _fill_row({name: field[place] for name, field in fields.items()}, dataset, rng)
     return fields | {"kl": np.full(len(rows), 0.25, np.float32)}
+
+
+def equal_answers(batch: HostBatch, documents: int) -> HostBatch:
+    """The fields of pairs of answers in rows [B, S] of so many documents of one length.
+
+    The second half of each document is its answer. They are chosen and rejected in turn, and the
+    reference is left out. Raises `UserError` where documents do not pair.
+    """
+    shape = batch["segment_ids"].shape
+    if documents % 2 or shape[1] % documents:
+        raise UserError(
+            f"--documents {documents}: preferences need an even number that divides {shape[1]}"
+        )
+    length = shape[1] // documents
+    place, value = np.arange(shape[1]) % length, batch["segment_ids"] % 2 * 2 - 1
+    return {
+        "positions": np.broadcast_to(place.astype(np.int32), shape),
+        "loss_mask": np.broadcast_to((place >= length // 2).astype(np.float32), shape),
+        "answer_values": np.where(place == length - 1, value, 0).astype(np.float32),
+    }
+
+
+def require_pairs(cfg: Config) -> None:
+    """Raise `UserError` for preferences that equal documents do not have."""
+    for key, has in {
+        "preference.loss_type": cfg.preference.is_unpaired,
+        "preference.precompute_ref_log_probs": cfg.preference.precompute_ref_log_probs,
+        "data.shared_prefixes": cfg.data.shared_prefixes,
+    }.items():
+        if has:
+            raise UserError(f"--documents: random pairs are not built for {key}; change it")
 
 
 def _fill_row(row: HostBatch, dataset: str, rng: np.random.Generator) -> None:

@@ -14,8 +14,8 @@ from benchmarks import host, torch_train
 from mjax.bench import checkpoint, collective, data, decode, engine, kernel, report, train
 from mjax.bench.breakdown import KernelEvent, breakdown, classify, parse, profile, top
 from mjax.config import load
-from mjax.data.mock import equal_answers
 from mjax.errors import UserError
+from mjax.post.preferences.mock_answers import equal_answers, require_pairs
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.marks import quick, slow
@@ -137,7 +137,7 @@ def test_pairs_of_equal_documents_are_measured_with_their_reference():
             equal_answers(batch, documents)
     for key in ("preference.precompute_ref_log_probs=true", "preference.loss_type=kto"):
         with pytest.raises(UserError, match="random pairs are not built for preference"):
-            train.require_pairs(load(None, [*TINY, *keys, key]))
+            require_pairs(load(None, [*TINY, *keys, key]))
 
 
 def test_longest_instructions_come_first():

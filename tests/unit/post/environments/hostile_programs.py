@@ -20,8 +20,8 @@ def calling(number: int, *args: object) -> str:
 
 NO_FILE = "FileNotFoundError"
 READ_ONLY = "OSError: .*Read-only file system"
-# Outside of a PID namespace these would reach the machine that runs the tests.
 NO_PROCESS = "BlockingIOError: .*Resource temporarily unavailable"
+# Outside of a PID namespace these would reach the machine that runs the tests.
 FIRST = "import os\nassert os.getpid() == 1\n"
 REFUSED = "PermissionError: .*(not permitted|refused)|PermissionError: .*Permission denied"
 
