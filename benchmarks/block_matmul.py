@@ -25,18 +25,22 @@ from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.moe.grouped_linear import product_of_rows, rounded_rows, weight_cotangent
 
-# lines, columns, slots, tiles of a band, blocks of a cluster, stages
+# lines, columns, slots, tiles of a band, blocks of a cluster, stages, columns summed last
 SQUARE = [
     (128, 192, 4, 16, 1, 2),
     (128, 192, 4, 8, 2, 2),
     (128, 192, 4, 16, 2, 2),
+    (128, 192, 4, 16, 2, 2, 64),
+    (128, 192, 4, 16, 2, 2, 128),
     (128, 192, 4, 4, 2, 2),
     (128, 192, 3, 8, 2, 2),
     (128, 128, 5, 8, 2, 2),
 ]
 LINES = [
-    (128, 192, 4, 8, 1, 2),
     (128, 192, 4, 8, 2, 2),
+    (128, 192, 4, 8, 2, 2, 64),
+    (128, 192, 4, 8, 2, 2, 128),
+    (128, 192, 4, 8, 1, 2),
     (128, 192, 4, 16, 2, 2),
     (128, 192, 3, 8, 2, 2),
     (128, 128, 5, 8, 2, 2),
@@ -110,7 +114,7 @@ def measure_product(name, tiles, product, operands, want, flops, samples) -> Non
 
     norm = float(jnp.linalg.norm(want.astype(jnp.float32)))
     for numbers in tiles:
-        label = f"{name:9} {' x '.join(map(str, numbers[:2])):10} {numbers[2:]!s:14}"
+        label = f"{name:9} {' x '.join(map(str, numbers[:2])):10} {numbers[2:]!s:20}"
         try:
             run = partial(product, tile=BlockTile(*numbers))
             program = jax.jit(run).lower(*operands).compile()

@@ -4,8 +4,8 @@ A model of random weights continues random prompts, first by calls of `Engine.st
 socket that `mjax serve` uses. There a process of its own reads all messages and does no more. Only
 steps count in which all streams get a token and nothing else runs:
 
-- `ms`: CPU time of the thread in a step, the lowest decile, as other work on the machine makes it
-  longer; waits for the device do not count. `parts_us` splits it:
+- `ms`: CPU time of the thread in a step, a mean of the lowest tenth, as other work on the machine
+  makes it longer; waits for the device do not count. `parts_us` splits it:
   plan, records (inputs of rows), launch, read (results and what follows from each token), report
   (messages), send (their encoding too), receive, and the rest.
 - `step_ms`: from the start of a step to the next one's, median.
@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mjax.bench.report import parse_with_config, report, rounded
-from mjax.config import load
+from mjax.bench.report import model_to_measure, parse_with_config, report, rounded
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import CommandParser, UserError, or_user_error, read_numbers, run_cli
 from mjax.infer.caches.paged import PAGE
@@ -64,8 +63,7 @@ def main(argv: list[str]) -> int:
     kinds = "float32", "bfloat16"
     parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="of the weights")
     args = parse_with_config(parser, argv)
-    if args.config is None and not args.overrides:
-        raise UserError("benchmarks.host: no model; give --config configs/models/llama3_8b.yaml")
+    cfg = model_to_measure(args, "benchmarks.host")
     streams = read_numbers("--streams", args.streams)
     took = [None] * len(streams)
     if args.device_ms is not None:
@@ -77,7 +75,7 @@ def main(argv: list[str]) -> int:
         )
     with or_user_error("benchmarks.host needs `pip install 'mjax[serve]'`", ImportError):
         import mjax.serve.engine_server  # noqa: F401
-    return report(args, measure_host(load(args.config, args.overrides).model, args, streams, took))
+    return report(args, measure_host(cfg, args, streams, took))
 
 
 def measure_host(
@@ -218,11 +216,12 @@ class StepTimes:
         steps = self.steps[10:-10]
         if len(steps) < 10:
             raise UserError("benchmarks.host: too few steps count; raise --new to 100 or more")
-        spread = {part: [own[part] / 1e3 for *_, own in steps] for part in steps[0][2]}
-        total = float(np.percentile([sum(own.values()) for *_, own in steps], 10))
+        lowest = sorted(steps, key=lambda step: sum(step[2].values()))[: -(-len(steps) // 10)]
+        us = {part: statistics.mean(own[part] for *_, own in lowest) / 1e3 for part in steps[0][2]}
         gaps = np.diff([began for began, *_ in steps])
-        parts = {part: rounded(float(np.percentile(us, 10))) for part, us in spread.items()}
-        found = {"ms": rounded(total / 1e6), "step_ms": rounded(1e3 * float(np.median(gaps)))}
+        parts = {part: rounded(value) for part, value in us.items()}
+        found = {"ms": rounded(sum(us.values()) / 1e3)}
+        found["step_ms"] = rounded(1e3 * float(np.median(gaps)))
         if self.device is not None:
             found["idle_us"] = rounded(1e6 * statistics.mean(idle for _, idle, _ in steps))
         return found | {"steps": len(steps), "parts_us": parts}

@@ -10,7 +10,9 @@ It runs on one GPU, in a process of its own, so that JAX holds none of its memor
 and MFU count what mjax counts for this config, as if a row were one text. With lora.rank the layers
 have PEFT's adapters on all of their matmuls; the base is then in bf16 and does not train.
 train.objective=preference is DPO, whose reference each step computes: a copy in bf16, or the base
-with its adapters off. A row has so many `--documents`, in pairs: torch has each as a row.
+with its adapters off. A row has so many `--documents`, in pairs: torch has each as a row. Or pairs
+are those of data.conversations.path: as many as have the tokens of a step, each padded to the
+longest, as a loop without packing has them. Then tok/s count their tokens, and no padding.
 """
 
 import argparse
@@ -33,6 +35,9 @@ from mjax.config import Config, load
 from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.preference import PreferenceConfig
+from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.conversations.answer_records import PAIRS
+from mjax.data.conversations.answer_rows import read_answers
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
 from mjax.models.flops import flops_of_run
@@ -88,8 +93,13 @@ def require_comparable(cfg: Config, args: argparse.Namespace) -> None:
     if args.documents < 1 or cfg.data.seq_length % args.documents:
         raise UserError(f"--documents {args.documents}: give a divisor of {cfg.data.seq_length}")
     if cfg.train.objective == "preference":
-        if args.documents % 2 or cfg.model.modalities:
+        if (args.documents % 2 and not has_file(cfg)) or cfg.model.modalities:
             raise UserError(f"--documents {args.documents}: give an even number, of texts alone")
+        if has_file(cfg) and (args.documents != 1 or cfg.data.shared_prefixes):
+            raise UserError(
+                "torch_train: each text of data.conversations.path is padded by itself; leave out "
+                "--documents and data.shared_prefixes"
+            )
         if cfg.preference != PreferenceConfig(beta=cfg.preference.beta):
             raise UserError("torch_train: of preference it reads beta; leave out the other keys")
     elif args.documents > 1 and (cfg.train.objective != "next_token" or cfg.model.modalities):
@@ -109,11 +119,11 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
     if cfg.train.objective == "preference":
         reference = None if cfg.lora.rank else copy_in_bf16(cfg, model, args, device)
         loss_of = preference_loss(model, reference, cfg.preference.beta, args.compile)
-        inputs = random_answers(cfg, device, args.documents)
     else:
         loss_of = partial(loss_within, model)
-        inputs = random_inputs(cfg, device, args.documents)
-    step = training_step(cfg, model, partial(loss_of, **inputs), args.dtype == "mixed", device)
+    batches, count = step_inputs(cfg, device, args.documents)
+    ahead = itertools.cycle(batches)
+    step = training_step(cfg, model, lambda: loss_of(**next(ahead)), args.dtype == "mixed", device)
     start = time.perf_counter()
     loss = float(step())
     first = time.perf_counter() - start
@@ -125,11 +135,11 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
         memory = torch.cuda.max_memory_allocated() / 1e9
     return {
         "bench": "torch",
-        "case": case(cfg, args),
+        "case": case(cfg, args, count),
         "ms": round(1e3 * seconds, 3),
         "ms_range": [round(1e3 * f(times), 3) for f in (min, max)],
         "steps": args.steps,
-        **rates(cfg, seconds, torch.cuda.get_device_name() if device == "cuda" else device),
+        **rates(cfg, count / seconds, torch.cuda.get_device_name() if device == "cuda" else device),
         "memory_gb": memory,
         "first_step_s": round(first, 1),
         "first_loss": loss,
@@ -155,8 +165,8 @@ def step_seconds(step: Callable[[], object], steps: int, device: str) -> list[fl
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
 
 
-def case(cfg: Config, args: argparse.Namespace) -> dict:
-    """What two runs must share to be compared."""
+def case(cfg: Config, args: argparse.Namespace, tokens: int) -> dict:
+    """What two runs must share to be compared; `tokens` of a step."""
     is_pairs = cfg.train.objective == "preference"
     return ({"preference": "sigmoid"} if is_pairs else {}) | {
         "model": cfg.model.model_type,
@@ -166,15 +176,15 @@ def case(cfg: Config, args: argparse.Namespace) -> dict:
         "global_batch": cfg.train.global_batch_size,
         "micro_batch": cfg.train.micro_batch_size,
         "documents": args.documents,
+        "tokens": tokens,
         "dtype": args.dtype,
         "lora_rank": cfg.lora.rank,
         "compile": args.compile,
     }
 
 
-def rates(cfg: Config, seconds: float, kind: str) -> dict:
-    """tok/s, TFLOP/s and MFU of a step, by what mjax counts."""
-    tokens = cfg.train.global_batch_size * cfg.data.seq_length / seconds
+def rates(cfg: Config, tokens: float, kind: str) -> dict:
+    """tok/s, TFLOP/s and MFU at so many tokens a second, by what mjax counts."""
     tflops = tokens * flops_of_run(cfg) / 1e12
     peak = peak_tflops(cfg.log, kind)
     return {
@@ -239,7 +249,7 @@ def loss_within(model, **inputs):
 
 
 def preference_loss(model, reference, beta: float, compiled: str) -> Callable[..., object]:
-    """A function of `random_answers` that returns the loss of DPO, a mean over pairs.
+    """A function of answers, chosen and rejected in turn: the loss of DPO, a mean over pairs.
 
     reference: a model that does not train; None: `model` with its adapters off.
     compiled: as `--compile`; the log-probabilities are compiled with the model, or alone.
@@ -303,6 +313,21 @@ def training_step(
     return step
 
 
+def has_file(cfg: Config) -> bool:
+    """Whether pairs are read from a file."""
+    return cfg.train.objective == "preference" and cfg.data.conversations.path is not None
+
+
+def step_inputs(cfg: Config, device: str, documents: int) -> tuple[list[dict], int]:
+    """(what the micro-batches of a step read in turn, tokens of the step); one serves for all."""
+    tokens = cfg.train.global_batch_size * cfg.data.seq_length
+    if has_file(cfg):
+        return padded_answers(cfg, device)
+    if cfg.train.objective == "preference":
+        return [random_answers(cfg, device, documents)], tokens
+    return [random_inputs(cfg, device, documents)], tokens
+
+
 def random_inputs(cfg: Config, device: str, documents: int = 1) -> dict:
     """A micro-batch for the model of `made_model`, with what makes it return a loss.
 
@@ -349,6 +374,38 @@ def random_answers(cfg: Config, device: str, documents: int) -> dict:
     rows, width = cfg.train.micro_batch_size, cfg.data.seq_length // documents
     cut = {name: array[:rows].reshape(-1, width) for name, array in arrays.items()}
     return {name: torch.as_tensor(a, dtype=torch.long, device=device) for name, a in cut.items()}
+
+
+def padded_answers(cfg: Config, device: str) -> tuple[list[dict], int]:
+    """The first pairs of `data.conversations.path`, as many as have about the tokens of a step.
+
+    Micro-batches have equally many, chosen and rejected in turn, padded to the longest of all, so
+    that one program serves: "input_ids" and "labels", -100 but in answers. And their tokens.
+    """
+    import torch
+
+    path, tokenizer = cfg.data.conversations.path, load_tokenizer(cfg.data.tokenizer)
+    source = read_answers(path, cfg, tokenizer, PAIRS)
+    lengths = np.diff(source.ends, prepend=0) - 1  # places that predict a token
+    micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
+    of_micro_batch = cfg.train.micro_batch_size * cfg.data.seq_length
+    rows = 2 * max(1, round(of_micro_batch / lengths.mean() / 2))
+    if len(lengths) < micro_batches * rows:
+        raise UserError(f"{path}: a step needs {micro_batches * rows // 2} pairs")
+    lengths = lengths[: micro_batches * rows]
+    if (lengths[0::2] + lengths[1::2]).max() > cfg.data.seq_length:  # mjax would cut or drop it
+        raise UserError(f"{path}: a pair is longer than data.seq_length={cfg.data.seq_length}")
+    ids = np.zeros((micro_batches * rows, lengths.max()), np.int64)
+    labels = np.full_like(ids, -100)
+    for row, length in enumerate(lengths):
+        tokens, is_answer, _ = source.document(row)
+        ids[row, :length] = tokens[:-1]
+        labels[row, :length] = np.where(is_answer[1:], tokens[1:], -100)
+    arrays = {"input_ids": ids, "labels": labels}
+    on_device = {name: torch.as_tensor(a, device=device) for name, a in arrays.items()}
+    split = {name: a.split(rows) for name, a in on_device.items()}
+    made = [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
+    return made, int(lengths.sum())
 
 
 def packing_of(labels: np.ndarray, documents: int) -> dict[str, np.ndarray]:

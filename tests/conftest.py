@@ -46,7 +46,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
 gc.set_threshold(20_000, 10, 10)  # tracing makes many small objects: a tenth less time
 
 AOT = Path(__file__).parent / "aot"
-EVERY = 4  # cases of a grid apart of which README's command runs one
+EVERY, OFTEN = 8, 4  # of so many cases of a grid, README's command and .ci/run run one
 
 
 def pytest_configure() -> None:
@@ -58,10 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long slow, and exhaustive all slow cases but one of each test.
 
     That one is left out, too, where the test has a case that is not slow. Programs for H200s take
-    long; of grids every fourth case is not slow.
+    long; of grids one case of eight is not slow, and one of four is not exhaustive.
     """
     cases: dict[str, list[pytest.Item]] = {}
     of_grids: Counter[str] = Counter()
+    often: set[pytest.Item] = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         cases.setdefault(test, []).append(item)
@@ -69,13 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             of_grids[test] += 1
             if of_grids[test] % EVERY != 1:
                 item.add_marker(pytest.mark.slow)
+            if of_grids[test] % OFTEN == 1:
+                often.add(item)
         if AOT in item.path.parents or item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
     for of_test in cases.values():
         slow_ones = [item for item in of_test if item.get_closest_marker("slow")]
         kept = 1 if len(slow_ones) == len(of_test) else 0
         for item in slow_ones[kept:]:
-            item.add_marker(pytest.mark.exhaustive)
+            if item not in often:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:

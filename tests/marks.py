@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 slow = pytest.mark.slow
-exhaustive = pytest.mark.exhaustive  # for what takes minutes, and has a smaller sister
+exhaustive = pytest.mark.exhaustive  # for what takes long, and has a smaller sister
 
 
 def quick(cases: Iterable, *numbers: int) -> list:

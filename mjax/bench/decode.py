@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.report import parse_with_config, report, rounded
-from mjax.config import load
+from mjax.bench.report import model_to_measure, parse_with_config, report, rounded
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import CommandParser, UserError, at_least, read_numbers
 from mjax.infer.engine import Engine
@@ -60,9 +59,7 @@ def main(argv: list[str]) -> int:
     args = parse_with_config(parser, argv)
     batches = read_numbers("--batch", args.batch)
     check_sizes(batches, args)
-    if args.config is None and not args.overrides:
-        raise UserError("bench decode: no model; give --config configs/models/llama3_8b.yaml")
-    cfg = load(args.config, args.overrides).model
+    cfg = model_to_measure(args, "bench decode")
     if args.prompt + args.new > cfg.max_position_embeddings:
         raise UserError(
             f"--prompt {args.prompt} --new {args.new}: more than model.max_position_embeddings="

@@ -19,11 +19,9 @@ import argparse
 import time
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 
-from mjax.bench.report import parse_with_config, report, rounded
-from mjax.config import load
+from mjax.bench.report import model_to_measure, parse_with_config, report, rounded
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import CommandParser, UserError, at_least
 from mjax.infer.checks import DRAFTERS
@@ -33,6 +31,8 @@ from mjax.infer.sample import draws_of
 from mjax.infer.scheduling.scheduler import Limits
 from mjax.interop.random_weights import random_params
 from mjax.models import definition_of
+from mjax.run.monitor.metrics import peak_memory_gb
+from mjax.sharding.mesh import tensor_parallel_mesh
 
 
 def main(argv: list[str]) -> int:
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     add("--new", type=at_least(2), default=200, help="new tokens of each")
     add("--rows", type=at_least(1), default=256, help="requests that run at a time")
     add("--chunk", type=at_least(1), default=2048, help="prompt tokens in a step")
+    add("--tp", type=at_least(1), default=1, help="GPUs that share each layer")
     add("--rate", type=float, help="requests a second; default: all at once")
     add("--temperature", type=float, default=0.0, help="default 0: greedy")
     add("--shared", type=at_least(0), default=0, help="first tokens that all prompts share")
@@ -53,20 +54,18 @@ def main(argv: list[str]) -> int:
     add("--weight-dtype", choices=("fp8",), help="default: the model's dtype")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     args = parse_with_config(parser, argv)
-    if args.config is None and not args.overrides:
-        raise UserError("bench engine: no model; give --config configs/models/llama3_8b.yaml")
     if (args.rate is not None and args.rate <= 0) or args.shared > args.prompt:
         raise UserError("bench engine: --rate is above 0, --shared at most --prompt")
-    return report(args, measure_engine(load(args.config, args.overrides).model, args))
+    return report(args, measure_engine(model_to_measure(args, "bench engine"), args))
 
 
 def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]:
     """One record of the load that the arguments describe."""
     began = time.perf_counter()
-    definition = definition_of(cfg)
+    mesh = tensor_parallel_mesh(args.tp, f"--tp {args.tp}")
     engine = Engine(
-        definition,
-        random_params(cfg, args.dtype, apart=True),
+        definition_of(cfg),
+        random_params(cfg, args.dtype, mesh, apart=True),
         cfg,
         dtype=args.dtype,
         limits=Limits(rows=args.rows, chunk=args.chunk, length=args.prompt + args.new),
@@ -101,13 +100,11 @@ def measure_engine(cfg: ModelConfig, args: argparse.Namespace) -> Iterator[dict]
         "compiled_later": len(engine.runner.compiled) - programs,
         "start_s": rounded(made - began),
         "compile_s": rounded(ready - made),
-        "peak_gb": rounded(
-            (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
-        ),
+        "memory_gb": peak_memory_gb(),
     }
 
 
-_CASE = "requests prompt new rows chunk rate temperature shared drafts drafter repeat".split()
+_CASE = "requests prompt new rows chunk tp rate temperature shared drafts drafter repeat".split()
 _CASE += ["cache_dtype", "weight_dtype"]
 
 

@@ -21,9 +21,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from mjax.config import load
 from mjax.config.languages.paths import path_text
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UNREADABLE, UserError, or_user_error
 
+_NOT_OF_MODELS = "mesh", "precision", "lora"
 _LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"
 
 
@@ -41,6 +44,19 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a config key")
     return parser.parse_intermixed_args(argv)
+
+
+def model_to_measure(args: argparse.Namespace, command: str) -> ModelConfig:
+    """The model of `--config` and overrides, for a benchmark that reads no other part of a config.
+
+    Raises `UserError` where there is none, and for overrides that ask for what it would not do.
+    """
+    if args.config is None and not args.overrides:
+        raise UserError(f"{command}: no model; give --config configs/models/llama3_8b.yaml")
+    for override in args.overrides:
+        if override.partition("=")[0].partition(".")[0] in _NOT_OF_MODELS:
+            raise UserError(f"{command}: {override} has no effect here; --help names what has")
+    return load(args.config, args.overrides).model
 
 
 def report(args: argparse.Namespace, records: Iterable[dict]) -> int:

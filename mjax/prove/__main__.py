@@ -82,7 +82,7 @@ def read_records(file: Path) -> dict[tuple[str, int, str], dict]:
     return {(r["feature"], r["devices"], r["cell"]): r for r in records}
 
 
-def page(records: list[dict]) -> str:
+def invariance_page(records: list[dict]) -> str:
     """The published table."""
     lines, devices = [], sorted({r["devices"] for r in records})
     for feature in dict.fromkeys(r["feature"] for r in records):
@@ -150,7 +150,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = args.records or Path(folder) / "records.jsonl"
         records = prove(args.devices, args.features, args.jobs, file)
-    args.out.write_text(page(records), encoding="utf-8")
+    args.out.write_text(invariance_page(records), encoding="utf-8")
     return 0 if all(map(holds, records)) else 1
 
 

@@ -45,6 +45,7 @@ def test_gelu_has_a_call_each_way_and_keeps_its_input_alone(monkeypatch):
     assert not re.findall(r"= bf16\[8,1024,3072\]\S* fusion\(", text)
 
 
+@exhaustive
 def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
     """Nothing turns, copies or rounds in between: but weights, six products of the block have no
     other operand."""

@@ -26,6 +26,7 @@ def test_sums_are_operands_of_matmuls(fp8, target, each):
     assert len(in_place) >= each * LAYERS
 
 
+@exhaustive
 def test_zero_reduces_each_layer_by_itself():
     """And no stack of whole weights or gradients is made of them."""
     made = compile_step(LLAMA, *KEYS, "mesh.dp=4", "mesh.zero=1", "train.global_batch_size=8")

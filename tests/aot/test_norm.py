@@ -30,6 +30,7 @@ def test_one_call_a_norm(monkeypatch, compute):
     assert operands("backward") == [3, 4, 4]  # gain, x, its norm's gradient, the stream's
 
 
+@exhaustive
 def test_no_small_gradient_is_a_kernel_of_its_own(monkeypatch):
     """Those of gain and bias are slices of one sum, and the norm of all is one sum at its end."""
     choose_for(monkeypatch, GPU, "norm")

@@ -8,6 +8,7 @@ import pytest
 
 from mjax.kernels.base.chooser import Device, believed
 from tests.aot.common import Compiled, compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -67,6 +68,7 @@ def here() -> Compiled:
     return compile_step(LLAMA, *ROLLED, "optimizer.offload=false")
 
 
+@exhaustive
 def test_host_moments_pass_through_the_device_slice_by_slice():
     away = compile_step(LLAMA, *ROLLED, "optimizer.offload=true")
     masters = here().arguments / 3

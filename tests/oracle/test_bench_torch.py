@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from benchmarks import torch_train as bench  # noqa: E402
 from mjax.bench.train import batch_of  # noqa: E402
 from mjax.config import load  # noqa: E402
+from mjax.errors import UserError  # noqa: E402
 from mjax.interop.pretrained import source_of  # noqa: E402
 from mjax.post.preference_batches import add_roles  # noqa: E402
 from mjax.train import Trainer  # noqa: E402
@@ -154,3 +155,47 @@ def test_berts_layers_compile_apart_and_its_head_with_the_loss(compiled_eagerly,
     assert captured[0] == (0, 0)
     assert captured[1] == captured[2]  # equal layers share a graph, so depth adds nothing to it
     assert captured[1][0] == 2
+
+
+def test_padded_pairs_have_the_loss_that_they_have_alone(tmp_path):
+    pairs = [{"prompt": "a" * n, "chosen": "b" * n, "rejected": "c" * 9} for n in (4, 9, 3, 7, 5)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    keys = ["data.mock=false", "data.tokenizer=byte", f"data.conversations.path={file}"]
+    cfg, model, _ = answers_and_model(*keys, "train.micro_batch_size=1", "data.seq_length=36")
+    (first, second), tokens = bench.padded_answers(cfg, "cpu")
+    assert first["input_ids"].shape == second["input_ids"].shape == (2, 18)
+    assert tokens == (8 + 13) + (18 + 18)  # an end follows each answer, and predicts nothing
+    assert bench.step_inputs(cfg, "cpu", 1)[1] == tokens
+    answer = [*b"bbbb", 256]
+    assert [n for n in first["labels"][0].tolist() if n != -100] == answer
+
+    base = bench.copy_in_bf16(cfg, model, ARGS, "cpu")
+    with torch.no_grad():
+        base.lm_head.weight.add_(0.1 * torch.randn_like(base.lm_head.weight))
+    loss = bench.preference_loss(model, base, cfg.preference.beta, "no")
+
+    def alone(batch):
+        sums = []
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            end = int((labels != -100).nonzero().max()) + 1
+            cut = ids[None, :end], labels[None, :end]
+            policy, start = (
+                torch.log_softmax(m(input_ids=cut[0]).logits.float(), -1) for m in (model, base)
+            )
+            at = cut[1].clamp(min=0)[..., None]
+            kept = (cut[1] != -100)[..., None]
+            sums.append((((policy - start).gather(-1, at)) * kept).sum())
+        return -torch.nn.functional.logsigmoid(cfg.preference.beta * (sums[0] - sums[1]))
+
+    for batch in (first, second):
+        assert loss(**batch).item() == pytest.approx(alone(batch).item(), rel=1e-5)
+        assert abs(loss(**batch).item() - math.log(2)) > 1e-3
+    for key, message in {
+        "train.global_batch_size=20": "pairs.jsonl: a step needs 20 pairs",
+        "data.seq_length=32": "a pair is longer than data.seq_length=32",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            bench.padded_answers(
+                answers_and_model(*keys, "train.micro_batch_size=1", key)[0], "cpu"
+            )

@@ -53,9 +53,10 @@ _FACTORS_OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 class BlockTile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` have neighboring tiles
-    that share their lines, or their columns if these are more. Parts of a tile leave through
-    `stages` that take turns, of each half.
+    Lines are a multiple of 128, columns and `last` are multiples of 64. The blocks of a `cluster`
+    have neighboring tiles that share their lines, or their columns if these are more. Parts of a
+    tile leave through `stages` that take turns, of each half. The tensor cores sum the `last`
+    columns while those before are promoted; 0: all columns are summed at once.
     """
 
     lines: int
@@ -64,10 +65,17 @@ class BlockTile:
     band: int = 8
     cluster: int = 1
     stages: int = 2
+    last: int = 0
 
     @property
     def half(self) -> int:
         return self.lines // HALVES
+
+    @property
+    def summed(self) -> tuple[tuple[int, int], ...]:
+        """Columns that the tensor cores sum in turn: the first one, and how many."""
+        both = (0, self.columns - self.last), (self.columns - self.last, self.last)
+        return both if self.last else both[:1]
 
     @property
     def shares_lines(self) -> bool:
@@ -106,7 +114,7 @@ class BlockJob:
     @property
     def chunk(self) -> int:
         """Columns of a tile that are promoted together; in a square block they have one factor."""
-        return math.gcd(self.tile.columns, DEPTH if self.square else PROMOTED)
+        return math.gcd(self.tile.columns, self.tile.last, DEPTH if self.square else PROMOTED)
 
     @property
     def cluster_tile(self) -> GroupTile:
@@ -322,14 +330,11 @@ def _multiply_tile(job, refs, half, at, count):
         ahead = squares(jnp.minimum(i + 1, at.steps - 1))
         slot = lax.rem(count + i, job.tile.slots)
         plgpu.barrier_wait(refs.ready.at[slot])
-        made = []
-        for wave in range(waves):
-            part, of_lines = _sum_of_slot(job, refs, half, slot, wave)
-            made.append(_promoted(job, refs, slot, totals[wave], part, of_lines, factors))
-            if wave == waves - 1:
-                # Or TMA may write before factors are read: in a cluster one thread frees for all.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs.free.at[slot])
+        add = partial(_add_slot, job, refs, half, slot, of_squares=factors)
+        made = [add(wave, totals[wave]) for wave in range(waves)]
+        # Or TMA may write before factors are read: in a cluster one thread frees for all.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.free.at[slot])
         return made, ahead
 
     zeros = plgpu.layout_cast(jnp.zeros((WAVE, job.chunk), jnp.float32), plgpu.Layout.WGMMA)
@@ -339,34 +344,36 @@ def _multiply_tile(job, refs, half, at, count):
     return count + at.steps
 
 
-def _sum_of_slot(job, refs, half, slot, wave):
-    """The sums [64, columns] of a slot's terms, and the factors of their lines."""
-    lines, start = pl.ds(wave * WAVE, WAVE), half * job.tile.half + wave * WAVE
+def _add_slot(job, refs, half, slot, wave, totals, of_squares):
+    """The totals of each chunk and a slot's sums [64, columns] times their factors.
 
-    def run(acc):
-        right = refs.right.at[slot].transpose((1, 0))
-        plgpu.wgmma(acc, refs.left.at[slot, half, lines], right)
-        of_lines = refs.of_lines.at[slot, pl.ds(start, WAVE)]
-        of_lines = plgpu.load(of_lines, layout=_FACTORS_OF_LINES)
-        return acc[...], of_lines
+    While the first of them are promoted, the tensor cores sum those of the `last` columns.
+    """
+    lines, rows = pl.ds(wave * WAVE, WAVE), pl.ds(half * job.tile.half + wave * WAVE, WAVE)
 
-    return pl.run_scoped(run, plgpu.ACC((WAVE, job.tile.columns), jnp.float32))
+    def run(*accs):
+        for acc, columns in zip(accs, job.tile.summed, strict=True):
+            right = refs.right.at[slot, pl.ds(*columns)].transpose((1, 0))
+            plgpu.wgmma(acc, refs.left.at[slot, half, lines], right)
+        of_lines, made = plgpu.load(refs.of_lines.at[slot, rows], layout=_FACTORS_OF_LINES), []
+        for later, acc in zip(reversed(range(len(accs))), accs, strict=True):
+            sums = plgpu.wgmma_accumulator_load(acc, wait_n=later)
+            for first in range(0, sums.shape[1], job.chunk):
+                n, own = len(made), sums[:, first : first + job.chunk]
+                made.append(totals[n] + _by_factors(job, refs, slot, n, own, of_lines, of_squares))
+        return made
+
+    return pl.run_scoped(run, *[plgpu.ACC((WAVE, n), jnp.float32) for _, n in job.tile.summed])
 
 
-def _promoted(job, refs, slot, totals, part, of_lines, of_squares):
-    """The totals of each chunk and a block's sums times their factors."""
-    made = []
-    for n, total in enumerate(totals):
-        own = part[:, n * job.chunk : (n + 1) * job.chunk]
-        if job.square:
-            scale = lax.broadcast_in_dim(of_lines * of_squares[n], own.shape, [0])
-        else:
-            factor = refs.of_columns.at[slot, pl.ds(n * job.chunk, job.chunk)]
-            factor = plgpu.load(factor, layout=_FACTORS_OF_COLUMNS)
-            own = own * lax.broadcast_in_dim(factor, own.shape, [1])
-            scale = lax.broadcast_in_dim(of_lines, own.shape, [0])
-        made.append(total + own * scale)
-    return made
+def _by_factors(job, refs, slot, n, sums, of_lines, of_squares):
+    """The sums of the n-th chunk times their factors."""
+    if job.square:
+        return sums * lax.broadcast_in_dim(of_lines * of_squares[n], sums.shape, [0])
+    factor = refs.of_columns.at[slot, pl.ds(n * job.chunk, job.chunk)]
+    factor = plgpu.load(factor, layout=_FACTORS_OF_COLUMNS)
+    sums = sums * lax.broadcast_in_dim(factor, sums.shape, [1])
+    return sums * lax.broadcast_in_dim(of_lines, sums.shape, [0])
 
 
 def _write_tile(job, refs, half, totals, at):

@@ -19,7 +19,7 @@ from mjax.models.moe.router_losses import dropped_share
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_dispatch import ROUTINGS, E, operands
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 
 def model(*keys: str):
@@ -98,7 +98,7 @@ def one_layer(factor: str):
     return make_trainer("capacity", Cell(), *ONE_LAYER, f"model.moe.capacity_factor={factor}")
 
 
-@slow
+@exhaustive
 def test_the_dropped_share_is_logged_and_nothing_is_dropped_by_a_large_capacity():
     """A factor that no expert's load reaches, and one at which none could: both are dropless."""
     batch = make_batch(24)
@@ -142,7 +142,7 @@ def test_batched_experts_equal_grouped_ones(name, first, held):
     assert deviation(results[1], results[0]) <= 1e-5
 
 
-@slow
+@exhaustive
 def test_a_capacity_binds_in_evaluation_and_not_in_a_plain_forward():
     bound, free = one_layer("0.25"), one_layer("null")
     batch = make_batch(24)

@@ -19,7 +19,7 @@ from mjax.models.moe.router import Router, balanced, counted, route
 from mjax.models.moe.router_losses import balance_loss, entropy, z_loss
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 
 MODELS = {
     "all": [],
@@ -53,7 +53,7 @@ def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_balance_loss_is_reported_apart():
     got = make_trainer("experts", Cell(), *MODELS["mixed"]).step(make_batch(24))
     assert float(got["aux_loss"]) > 2 * 0.1  # two E blocks, and balance is the least there is
@@ -163,6 +163,7 @@ ROUTING = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(ROUTING))
 def test_routing_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("routing", Cell(mesh, zero, micro_batches), *keys, steps=1)
@@ -182,6 +183,7 @@ def biases(trainer) -> np.ndarray:
     return np.asarray(trainer.params()["moe"]["mlp"]["expert_bias"])
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(BIASES))
 def test_experts_biases_are_equal_on_every_mesh(mesh, zero, micro_batches, keys):
     """The same bits: after one step, whose loads no rounding moves, each has gone one step."""

@@ -13,6 +13,7 @@ from mjax.models.moe.experts import ExpertWeights, run_experts
 from mjax.models.moe.router import Routing
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.train.step import LOSSES
+from tests.marks import slow
 
 B, S, D, F, E, RANK, RATE, SCALE = 2, 3, 8, 6, 4, 2, 0.25, 0.7
 ROWS, COLUMNS = (7, 4), (9, 2, 5)
@@ -84,6 +85,7 @@ def test_a_token_s_experts_are_the_formula(dora, kernel):
     np.testing.assert_allclose(run(x), wanted, rtol=1e-4, atol=1e-4)
 
 
+@slow
 def test_held_out_losses_have_no_dropout():
     """Bit for bit those of the same adapters without it."""
     found = []

@@ -24,7 +24,7 @@ from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.context import Context, Kernels
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 TWO = "model.num_hidden_layers=2"
 
@@ -50,7 +50,7 @@ def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_twenty_steps_agree_with_recomputed_blocks():
     record = compare("windows", *cell(1, 4, 2, "a2a_ring"), TWO, "train.remat=attention")
     assert holds(record), record

@@ -100,6 +100,7 @@ def test_a_step_with_bad_numbers_leaves_host_moments_alone():
     assert kinds(trainer, "mu") == {"pinned_host"}
 
 
+@slow
 def test_another_master_dtype_is_refused_in_one_line(tmp_path):
     trainer = run(made(Cell(), f"run.dir={tmp_path}"), 1)
     trainer.save()

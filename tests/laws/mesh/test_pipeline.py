@@ -59,7 +59,7 @@ def test_with_other_axes_equals_one_device(name, layers, mesh, m, more):
     agrees(name, layers, cell(mesh, m), *more)
 
 
-@slow
+@exhaustive
 def test_evaluation_agrees_and_padding_stays_zero():
     """Of slots and of widths that ZeRO does not divide, in masters and moments."""
     where = cell({"pp": 2, "dp": 4}, 2)
@@ -199,6 +199,7 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
         agrees("dense", 4, cell({"pp": 2}, 2))
 
 
+@slow
 def test_permutes_over_uneven_stages_are_refused():
     """Its permutes would wait for devices whose stage has no such layer."""
     with pytest.raises(UserError, match="mesh.cp_type=ring needs stages of equal layers"):

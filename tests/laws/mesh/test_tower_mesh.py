@@ -31,7 +31,7 @@ CASES = [  # of 6 or 10 images on a device some are empty over tp=4, and all but
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("case", quick([(case,) for case in CASES], 2), ids=str)
 def test_loss_norm_and_gradients_are_those_of_one_device(case):
     feature, cell, *keys = case

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES))
 def test_gradients_equal_one_device(feature, mesh, zero, micro_batches, more):
     layers = ["model.num_hidden_layers=8"] if "megatron" in more[0] else []
@@ -138,7 +139,7 @@ def test_a_toy_mixer_trains_on_every_mesh(recurrence, mesh, zero, more):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_a_toy_mixer_is_counted_and_saved(recurrence, tmp_path):
     where = Cell({"dp": 2, "tp": 2}, 1, 2)
     keys = [*TOY, f"run.dir={tmp_path}", "checkpoint.async_save=false", "train.remat=dots"]
@@ -165,6 +166,7 @@ def held_bytes(cfg, kind):
     return {tensor.name: tensor.bytes for tensor in kept(cfg, sizes, kind, "dots")}
 
 
+@slow
 def test_a_toy_mixer_generates_with_its_state(recurrence):
     cfg = ModelConfig(
         vocab_size=120,

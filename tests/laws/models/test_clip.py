@@ -151,6 +151,7 @@ def test_tokens_alone_are_refused():
         require_decoder(cfg)
 
 
+@slow
 def test_a_batch_of_several_micro_batches_is_refused():
     trainer = make_trainer("clip", Cell())
     batch = make_batch(48)

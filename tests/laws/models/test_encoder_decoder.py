@@ -23,7 +23,7 @@ from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.batch import most_documents, only_padding_follows, promises_of
 from tests.generation import made_ids
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 MODEL = {
     "vocab_size": 128,
@@ -52,6 +52,7 @@ def changed(tokens: jax.Array, column: int) -> jax.Array:
     return tokens.at[:, column].set(3)
 
 
+@slow
 def test_a_decoder_sees_the_whole_source_and_no_token_ahead():
     _, model = make()
     logits = jax.jit(lambda source, target: model(source, target=target))
@@ -66,7 +67,7 @@ def test_a_decoder_sees_the_whole_source_and_no_token_ahead():
         assert (np.abs(other - whole).max((0, 2)) > 1e-5).all()
 
 
-@pytest.mark.parametrize("positions", quick(["relative", "rope"], 0))
+@pytest.mark.parametrize("positions", quick(["relative", "rope"]))
 def test_a_packed_row_equals_its_documents_apart(positions):
     _, model = make(position_embedding=positions)
     sources, targets = [rows(0, 7), rows(1, 5)], [rows(2, 4), rows(3, 6)]
@@ -130,6 +131,7 @@ def test_greedy_tokens_are_those_of_whole_passes(tp):
     assert len({token for row in made for token in row}) > 2
 
 
+@slow
 def test_what_is_missing_is_said():
     cfg, model = make(decoder_start_token_id=None)
     with pytest.raises(UserError, match="model.decoder_start_token_id: generation begins"):

@@ -132,6 +132,7 @@ def test_what_padding_holds_moves_nothing():
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@slow
 def test_tokens_see_those_behind_them_and_the_flops_say_so():
     trainer = make_trainer("bert", Cell())
     batch = make_batch(24) | {"segment_ids": np.ones((24, 16), np.int32)}
@@ -179,7 +180,7 @@ OWN_KEYS = ["model.attention.num_key_value_heads=8"]  # of each head; else two h
 NO_BIASES = ["model.attention.attention_bias=false"]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, more",
     quick(
@@ -214,7 +215,7 @@ def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
     assert deviation(found, one) <= 1e-5
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, remat",
     quick(

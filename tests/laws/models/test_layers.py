@@ -9,7 +9,7 @@ import pytest
 
 from mjax.plan.execution import DeviceFacts
 from mjax.prove import Cell, make_batch, make_trainer, measure
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 UNROLLED = "train.unroll=0"
 # Of one micro-batch each layer's weights are gathered, and its gradients reduced, by themselves.
@@ -68,6 +68,7 @@ EIGHT_BITS = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("recipe, cell, keys", quick(EIGHT_BITS), ids=str)
 def test_with_8_bits_too(recipe, cell, keys):
     """Of micro-batches bits of weights are turned once, their sums are scaled in the matmul; of one
@@ -94,7 +95,7 @@ def test_gradients_of_devices_are_summed_in_fp32():
     assert (up.astype(jax.numpy.bfloat16).astype(np.float32) == up).all()
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("more, exact", [([UNROLLED], True), ([], False)])
 def test_a_sum_takes_gradients_unrounded(more, exact):
     """Of three micro-batches one has tokens that count: in a loop its bf16 gradient is the sum."""

@@ -59,6 +59,7 @@ def test_features_are_those_of_the_images_of_a_row_in_order():
     np.testing.assert_array_equal(found[0], [-1, 1, 17, -1])
 
 
+@slow
 def test_each_picture_moves_what_stands_from_its_first_patch_on():
     cfg = load(None, MOCK).model
     model = build(cfg, nnx.Rngs(0))
@@ -89,7 +90,7 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
     assert objective.counts(batch)["loss"] == 2
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "feature", quick(["llava", "llava-onevision"], 1)
 )  # whose newline moves, too
@@ -269,7 +270,7 @@ def test_a_mark_that_is_an_unknown_word_stands_for_no_image(tmp_path):
         encode_with_items("a <image> other", tokenizer, cfg)
 
 
-@slow
+@exhaustive
 def test_a_run_is_continued_by_generate_with_items(data, tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 

@@ -49,6 +49,7 @@ def packed_and_apart(cfg):
     return (jax.jit(jax.value_and_grad(f))(params) for f in (packed, apart))
 
 
+@exhaustive
 @pytest.mark.parametrize("conv_bias", quick(["true", "false"]))
 def test_a_packed_row_equals_its_documents_apart(conv_bias):
     """Loss and every gradient, to fp32 rounding."""

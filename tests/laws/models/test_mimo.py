@@ -24,7 +24,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.towers.audio import rows_of_frames
 from mjax.objectives.objective import objective_of
 from tests.laws.models.frozen_tower import assert_tower_stays
-from tests.marks import exhaustive
+from tests.marks import exhaustive, slow
 
 IMAGE, SOUND = 257, 258
 MIMO = [
@@ -44,6 +44,7 @@ MIMO = [
 MOCK = [*MIMO, "data.mock=true"]
 
 
+@slow
 def test_each_item_moves_what_stands_from_its_first_token_on():
     model = build(load(None, MOCK).model, nnx.Rngs(0))
     run = jax.jit(lambda tokens, images, audio: model(tokens, images=images, audio=audio))

@@ -24,7 +24,7 @@ from mjax.train import Trainer
 from mjax.train.batch import field_maker
 from tests.laws.models.frozen_tower import assert_tower_stays
 from tests.laws.run.test_image_data import BYTES, config, write
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 
 QWEN_VL = [
     "model.vocab_size=260",
@@ -111,7 +111,7 @@ def pictures(count: int = 9) -> list[dict]:
     return found
 
 
-@slow
+@exhaustive
 def test_packed_texts_have_the_loss_and_gradients_of_texts_apart(tmp_path, caplog):
     path = write(tmp_path, "tar", pictures())
     found, rows = [], []

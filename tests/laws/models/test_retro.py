@@ -198,6 +198,7 @@ def test_flops_are_those_of_each_side():
     assert parts["attention"] == pytest.approx(12 * heads * head * scores)
 
 
+@slow
 def test_what_is_missing_is_said():
     cfg, model = make()
     with pytest.raises(UserError, match="neighbors are for RETRO .R., which needs them"):
@@ -216,6 +217,7 @@ def test_what_is_missing_is_said():
         trainer.step(batch | {"neighbors": np.full((24, 4, 48), 251)})
 
 
+@slow
 def test_neighbors_for_speed_tests_are_those_of_a_row():
     objective = make_trainer("retro", Cell()).objective
     batch = make_batch(4)

@@ -234,7 +234,7 @@ def test_videos_are_not_built_and_said_so(tmp_path):
         )
 
 
-@slow
+@exhaustive
 def test_a_run_is_continued_by_generate_with_pictures(data, tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 

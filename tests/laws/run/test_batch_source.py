@@ -17,7 +17,7 @@ from mjax.run.training_run import bound_documents
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run.test_failures import losses, records
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
 STEPS, ROWS, WIDTH = 6, 4, 16
@@ -76,7 +76,7 @@ def final_params(cfg):
     return trainer, jax.device_get(trainer.params())
 
 
-@slow
+@exhaustive
 def test_a_run_on_batches_from_here_goes_on_from_what_its_checkpoint_says_of_them(tmp_path):
     whole, parts = config(tmp_path / "whole"), config(tmp_path / "parts", steps=4)
     for cfg in (whole, parts, config(tmp_path / "parts")):
@@ -97,6 +97,7 @@ def test_a_run_on_batches_from_here_goes_on_from_what_its_checkpoint_says_of_the
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(first.params()), expected)
 
 
+@slow
 def test_a_step_that_ends_a_run_names_what_the_source_says_of_it(tmp_path):
     cfg = config(tmp_path)
     with pytest.raises(NonFiniteLoss, match="samples 8 to 11 .*: numbers of batches 2 to 2"):

@@ -119,6 +119,7 @@ def test_a_second_job_of_two_processes_ends_in_both(tmp_path):
         assert "trains in this folder" in (tmp_path / f"x.{i}").read_text()
 
 
+@slow
 def test_what_changed_since_the_checkpoint_is_a_line_and_an_event(tmp_path, capfd):
     run(tmp_path, "train.steps=2")
     capfd.readouterr()
@@ -157,6 +158,7 @@ def test_a_start_that_trains_nothing_changes_nothing(tmp_path):
     assert len(losses(tmp_path)) == 1 and (tmp_path / "checkpoints.old-1" / "2").is_dir()
 
 
+@slow
 def test_a_run_that_lost_its_folder_to_another_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT", 0.05)
     step = Trainer.step
@@ -245,6 +247,7 @@ def test_old_steps_that_cannot_be_removed_cost_no_new_one(tmp_path, monkeypatch)
     assert refused and steps(tmp_path) == ["2", "4", "6"]
 
 
+@slow
 def test_a_failed_save_costs_nothing_if_the_next_one_works(tmp_path, unbroken, monkeypatch):
     break_saves(monkeypatch, 2)
     run(tmp_path, "train.steps=6", "checkpoint.interval=2")
@@ -278,6 +281,7 @@ def test_failed_saves_with_one_that_works_between_do_not_end_the_run(tmp_path, m
     assert len(events(tmp_path)) == 2 and steps(tmp_path) == ["4", "8"]
 
 
+@slow
 def test_the_last_save_is_tried_again(tmp_path, unbroken, monkeypatch):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
     break_saves(monkeypatch, 3, 4)
@@ -300,7 +304,7 @@ def spoil_weights(monkeypatch, step) -> None:
     monkeypatch.setattr(Trainer, "step", step_and_spoil)
 
 
-@pytest.mark.parametrize("last", quick([6, 4], 0))
+@pytest.mark.parametrize("last", quick([6, 4]))
 def test_weights_that_are_not_finite_end_the_run_and_are_no_failed_save(
     tmp_path, monkeypatch, last
 ):
@@ -415,7 +419,7 @@ def replace(file):
     os.replace(new, file)
 
 
-@pytest.mark.parametrize("harm", quick([cut, replace, Path.unlink], 0))
+@pytest.mark.parametrize("harm", quick([cut, replace, Path.unlink]))
 def test_data_that_changes_under_a_run_ends_it_in_a_line_with_its_state_saved(
     tmp_path, monkeypatch, harm
 ):
@@ -441,6 +445,7 @@ def test_data_that_changes_under_a_run_ends_it_in_a_line_with_its_state_saved(
 # ---- clocks ----------------------------------------------------------------------------------
 
 
+@slow
 def test_a_clock_that_jumps_changes_no_step_and_no_checkpoint(tmp_path, unbroken, monkeypatch):
     jumps, now, step = {2: 1e6, 4: -3600.0, 5: 0.0}, time.time, Trainer.step
     offset = [0.0]

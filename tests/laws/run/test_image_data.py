@@ -28,7 +28,7 @@ from tests.decoding import end_itself, exit_with_4, length
 from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_vision import VIT
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.processes import start_process
 
 KINDS = ("lines", "tar", "parquet", "folder")
@@ -226,7 +226,7 @@ def test_an_answer_of_weight_0_is_read_and_not_trained_on(tmp_path):
     assert "one" in tokenizer.decode([i for i in batch["tokens"][0] if i < 257])
 
 
-@slow
+@exhaustive
 def test_a_model_with_images_is_fine_tuned_on_conversations(tmp_path, monkeypatch):
     name = chat_tokenizer(tmp_path)
     samples = [

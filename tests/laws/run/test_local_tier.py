@@ -15,7 +15,7 @@ from mjax.train import Trainer
 from tests.laws.run import test_processes as processes
 from tests.laws.run.test_failures import events, losses, run, start, steps, wait_until
 from tests.laws.run.test_processes import finish
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.tiny import TINY
 
 KEYS = ["train.steps=8", "checkpoint.interval=4", "checkpoint.local_interval=1"]
@@ -84,6 +84,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_local_step(
     assert not list(local.iterdir()), "nothing is left once run.dir holds the end"
 
 
+@slow
 def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     """Local newer, older, equal: local, run.dir, local, as Megatron-LM chooses."""
     folder, local = tmp_path / "run", tmp_path / "local"
@@ -103,7 +104,7 @@ def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     assert fresh.restore(4) == 4 and fresh.checkpoints.source is fresh.store
 
 
-@pytest.mark.parametrize("damaged,source", quick([([7], "/6\n"), ([7, 6], "checkpoints/4\n")], 1))
+@pytest.mark.parametrize("damaged,source", quick([([7, 6], "checkpoints/4\n"), ([7], "/6\n")]))
 def test_damage_in_the_local_tier_costs_the_steps_it_held(
     tmp_path, unbroken, monkeypatch, capfd, caplog, damaged, source
 ):
@@ -121,6 +122,7 @@ def test_damage_in_the_local_tier_costs_the_steps_it_held(
     same_end(folder, unbroken)
 
 
+@slow
 def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken):
     folder = tmp_path / "run"
     (tmp_path / "file").write_text("no folder")
@@ -131,6 +133,7 @@ def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken):
     same_end(folder, unbroken)
 
 
+@slow
 def test_local_steps_of_another_run_are_not_taken(tmp_path, monkeypatch):
     folder, local = tmp_path / "run", tmp_path / "local"
     run_killed(folder, local, monkeypatch, 3)
@@ -156,6 +159,7 @@ def test_starting_over_starts_without_local_steps(tmp_path, unbroken, monkeypatc
     same_end(folder, unbroken)
 
 
+@slow
 def test_an_unfit_local_tier_alone_ends_in_one_line(tmp_path, monkeypatch):
     """Nothing in run.dir, and local steps of another mesh: no quiet start at step 0."""
     folder, local = tmp_path / "run", tmp_path / "local"
@@ -204,7 +208,7 @@ def swap(one, two) -> None:
     one.with_name("other").rename(two)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("lost", LOST)
 def test_a_lost_node_costs_no_local_step(tmp_path, nodes_before, lost):
     base = tmp_path / "nodes"

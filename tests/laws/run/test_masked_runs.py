@@ -116,7 +116,7 @@ def test_two_corpora_are_blended(text, tmp_path):
     assert word_continuations("byte") is None
 
 
-@slow
+@exhaustive
 def test_a_classifier_starts_from_masked_tokens_and_learns(text, tmp_path):
     """Its trunk is that of the first run, its head is drawn, and the lost head is named."""
     run(text, tmp_path / "masked")

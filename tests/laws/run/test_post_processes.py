@@ -122,6 +122,7 @@ def figures(folder):
     return np.array(trained), [found[step, "eval_loss"]["eval_reward"] for step in (2, 4)]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "keys",
     [
@@ -195,6 +196,7 @@ def test_two_processes_write_the_teacher_s_tokens_of_one(tmp_path):
             np.testing.assert_allclose(stored[1][name][field], one[field], rtol=1e-5)
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("mesh", "of_teacher"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from mjax.run.faults.supervisor import is_recoverable
 from mjax.sharding.processes.fake_devices import fake_devices
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.processes import free_port, start_process
 
 pytestmark = slow
@@ -97,6 +97,7 @@ def test_two_processes_train_save_and_resume_as_one(tmp_path):
     assert losses(again) == pytest.approx(losses(one), rel=1e-5)
 
 
+@exhaustive
 def test_two_processes_say_the_samples_of_one(tmp_path):
     keys = ["model.vocab_size=300", "data.tokenizer=byte", "train.eval_interval=null"]
     keys += ["data.split=[1.0,0.0,0.0]", "train.sample_prompt=[ab,hello]", "train.sample_tokens=9"]
@@ -115,6 +116,7 @@ def test_two_processes_say_the_samples_of_one(tmp_path):
     assert found[0] == found[1] and len(found[0]) == 4 and found[0][:2] != found[0][2:]
 
 
+@exhaustive
 def test_damage_that_one_process_finds_makes_all_go_to_the_step_before(tmp_path):
     folder = tmp_path / "run"
     mesh = ["mesh.dp=8", "mesh.zero=3", "checkpoint.interval=2"]
@@ -157,6 +159,7 @@ def test_others_exit_when_a_process_dies_or_hangs(tmp_path, how):
     assert stuck or "has lost another one" in said or "died" in said
 
 
+@exhaustive
 def test_a_process_whose_host_is_slow_is_named(tmp_path):
     folder = tmp_path / "run"
     slow_host = "train.objective=tests.laws.slow_objective:SlowHost"

@@ -33,6 +33,7 @@ def traces(folder) -> list[str]:
     )
 
 
+@slow
 def test_the_steps_of_the_key_and_the_next_ones_on_a_signal_are_traced(tmp_path, monkeypatch):
     begin = profile.Profiler.begin
 

@@ -128,7 +128,7 @@ def test_a_process_that_dies_or_stops_starts_again_and_the_run_is_the_same(unbro
         assert notes[0].endswith("died of SIGKILL") and notes[0] in said(folder)[0]
 
 
-@slow
+@exhaustive
 def test_a_stop_signal_to_one_supervisor_stops_all_and_nobody_starts_again(tmp_path):
     folder = tmp_path / "run"
     running = start(folder, 2, "--restarts", "3", "train.steps=100000")

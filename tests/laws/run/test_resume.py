@@ -95,7 +95,7 @@ def test_half_restart_half_is_the_unbroken_run_bit_for_bit(unbroken, half, tmp_p
     jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
-@pytest.mark.parametrize(("dp", "tp"), quick([(1, 1), (2, 2), (1, 2)], 1))
+@pytest.mark.parametrize(("dp", "tp"), quick([(2, 2), (1, 1), (1, 2)]))
 def test_the_mesh_may_change_in_between(unbroken, half, tmp_path, monkeypatch, dp, tp):
     (folder, hashes, params), (stopped, first) = unbroken, half
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)

@@ -111,7 +111,7 @@ def test_weights_in_a_store_start_runs_and_generate(tmp_path, capsys, monkeypatc
     assert "from the weights in memory://bucket/run" in capsys.readouterr().out
 
 
-@slow
+@exhaustive
 def test_weights_for_transformers_lie_beside_the_steps_that_are_kept(tmp_path, store, capsys):
     own = [
         "checkpoint.hf=true",

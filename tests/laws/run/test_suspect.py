@@ -14,7 +14,7 @@ from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run.test_failures import events, losses
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
 STEPS = 7
@@ -78,7 +78,7 @@ def test_a_transient_fault_is_repeated_and_leaves_no_trace(tmp_path, run):
     assert len(lines) == 3 and all("good when repeated: a device erred" in x for x in lines)
 
 
-@slow
+@exhaustive
 def test_a_bad_batch_is_left_out(tmp_path, run):
     got = run(tmp_path, "train.on_suspect=skip", f"run.rehearse=[nan@{BAD}, nan@{STEPS}]")
     assert_equal(got, by_hand(tmp_path / "x", 1, 2, 3, 5, 6))
@@ -89,7 +89,7 @@ def test_a_bad_batch_is_left_out(tmp_path, run):
     assert trainer.restore() == STEPS, "left-out steps count"
 
 
-@slow
+@exhaustive
 def test_weights_go_back_to_the_newest_checkpoint(tmp_path, run):
     got = run(tmp_path, "train.on_suspect=roll_back", f"run.rehearse=[nan@{BAD}]")
     assert_equal(got, by_hand(tmp_path / "x", 1, 2, 5, 6, 7))

@@ -28,6 +28,7 @@ from tests.laws.serving.kinds import (
     scored,
     served,
 )
+from tests.marks import slow
 
 KIND = "windows in turn"
 PROMPT = [5, 6, 7, 8, 9]
@@ -58,6 +59,7 @@ def assert_likeliest(sample, forbidden=lambda made: (), bias=None):
         assert logits.max() - logits[sample.token_ids[number]] < GAP
 
 
+@slow
 def test_a_stop_id_ends_a_text_and_only_after_min_tokens():
     token = free()[4]
     first = free().index(token)
@@ -128,6 +130,7 @@ def test_a_text_ends_where_the_engines_length_does():
     assert len(found.token_ids) == 8 and found.finish_reason == "length"
 
 
+@slow
 def test_a_sample_may_end_while_another_lane_must_be_read_first():
     """Of a form's tokens none is in flight while the next one is planned: that reads all lanes."""
     given = emptied(engine("keys and values", {"dp": 2}))
@@ -195,6 +198,7 @@ def test_a_structured_text_has_its_form_whatever_runs_beside_it():
     assert alone == [output.outputs[0].text for output in outputs]
 
 
+@slow
 def test_an_engine_warm_for_rules_compiles_none_for_random_ones():
     limits = Limits(rows=1, chunk=16, length=64)
     given = make_engine(KIND, limits=limits, pages=9, all_sizes=True)

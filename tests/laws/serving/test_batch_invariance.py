@@ -9,7 +9,7 @@ import pytest
 from mjax.infer.requests import SamplingParams
 from tests.laws.serving.kinds import VOCAB
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
-from tests.marks import quick
+from tests.marks import quick, slow
 
 RNG = np.random.default_rng(3)
 SHARED = RNG.integers(0, VOCAB, 70).tolist()
@@ -46,6 +46,7 @@ def test_bits_do_not_depend_on_company(kind):
     assert len(given.runner.compiled) == programs
 
 
+@slow
 def test_a_text_begins_when_it_can_end():
     model = tiny_model("keys and values")
     given = tiny_engine(model, batch_invariant=True, pages=8)  # each needs six

@@ -162,6 +162,7 @@ def test_tokens_and_guesses_are_those_of_a_plain_forward(kind):
     assert len(given.runner.compiled) == 8  # as before these requests
 
 
+@exhaustive
 @pytest.mark.parametrize("depths", quick([2, 1, 3]))
 def test_layers_that_know_the_next_tokens_save_steps(depths):
     """Of one depth, of fewer than guesses, and of as many; at every temperature."""
@@ -196,7 +197,7 @@ MESHES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("kind, mesh", MESHES)
 def test_meshes_guess_as_one_device_does(kind, mesh):
     given = guessing(model(kind), mesh, draws=GREEDY)
@@ -243,7 +244,7 @@ def test_rules_and_forms_take_guesses_or_go_without():
     assert found[0] == found[1] and given.verified > 20
 
 
-@slow
+@exhaustive
 def test_each_row_guesses_with_its_own_adapter(tmp_path):
     base = model("keys and values")
     specs = base.definition.specs

@@ -29,7 +29,7 @@ from tests.laws.serving.kinds import (
     served,
     tokens_of,
 )
-from tests.marks import quick
+from tests.marks import quick, slow
 
 RNG = np.random.default_rng(0)
 SHARED = RNG.integers(0, VOCAB, 37).tolist()  # two pages and a bit
@@ -111,7 +111,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("kind, mesh", quick(MESHES, 0))
+@pytest.mark.parametrize("kind, mesh", quick(MESHES))
 def test_greedy_tokens_are_the_plain_forwards_on_a_mesh(kind, mesh):
     given = engine(kind, mesh)
     lanes = len(given.lanes)
@@ -154,6 +154,7 @@ def test_pages_of_64_tokens_give_the_same_tokens(kind, monkeypatch):
 OF_ROUNDED, OF_WHOLE = 1e-3, 1.0
 
 
+@slow
 def test_an_fp8_cache_equals_a_contiguous_one_that_is_rounded(monkeypatch):
     kind = "keys and values"
     outputs = served(engine(kind, cache_dtype="fp8"), ASKS)

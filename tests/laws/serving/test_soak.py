@@ -61,7 +61,7 @@ def soaked_engine(home: Path) -> Engine:
     "count", [pytest.param(30, marks=slow), pytest.param(10_000, marks=(slow, exhaustive))]
 )
 def test_a_server_under_callers_of_every_kind(count, tmp_path):
-    from tests.unit.serve.conftest import served
+    from tests.unit.serve.conftest import behind_socket, served
 
     engine = soaked_engine(tmp_path)
     compiled = len(engine.runner.compiled)
@@ -77,7 +77,7 @@ def test_a_server_under_callers_of_every_kind(count, tmp_path):
             assert lane.pool.used == 0 and lane.pool.free + lane.pool.cached == lane.pool.pages - 1
 
     options = {"admin_keys": ("admin",), "slow_seconds": 1.0, "body_seconds": 1.0}
-    with served(engine, most_body=2**20, **options) as live:
+    with behind_socket(engine) as behind, served(behind, most_body=2**20, **options) as live:
         live.engines.facts = replace(live.engines.facts, adapters=NAMES)
         port = int(live.url.rpartition(":")[2])
         caller = soak.Caller(port, random.Random(7), NAMES)

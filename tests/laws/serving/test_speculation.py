@@ -18,7 +18,7 @@ from mjax.infer.small_engine import DraftModel
 from tests.laws.serving.kinds import PAGE, VOCAB, Ask, make_engine, tokens_of, with_few_programs
 from tests.laws.serving.kinds import served as served_all
 from tests.laws.serving.tiny import served, tiny_engine, tiny_model
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 DRAFTS, NEW = 3, 40
 KINDS = "keys and values", "windows alone", "latent", "experts"
@@ -125,7 +125,7 @@ def test_lanes_and_cut_heads_verify_as_one_device_does(mesh, monkeypatch):
     assert given.accepted > 20
 
 
-@slow
+@exhaustive
 def test_bits_do_not_depend_on_guesses_of_others(monkeypatch):
     given = drafting("keys and values", batch_invariant=True)
     plain = served(given, asks())
@@ -144,7 +144,7 @@ def test_a_text_that_repeats_comes_in_few_steps(monkeypatch):
     assert (given.verified, given.accepted) == (5, 15)
 
 
-@slow
+@exhaustive
 def test_a_model_guesses_its_own_tokens_at_every_temperature():
     model = tiny_model("keys and values")
     plain = served(engine("keys and values"), asks())
@@ -163,6 +163,7 @@ def test_rules_that_depend_on_the_text_exclude_drafts(monkeypatch):
     assert given.verified == 2  # of the fourth and the fifth token; the sixth has no room
 
 
+@slow
 def test_a_form_takes_guesses_and_stays_the_same():
     """Also guesses that it forbids, and those after which it is complete."""
     pytest.importorskip("llguidance")

@@ -29,7 +29,7 @@ from tests.laws.serving.kinds import (
 )
 from tests.laws.serving.test_same_tokens import ASKS, PROMPTS
 from tests.laws.serving.tiny import tiny_engine, tiny_model, write_hugging_face
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 CASES = [
     ("windows in turn", {"pp": 2}),  # both kinds in one slot
@@ -143,7 +143,7 @@ def test_samples_are_those_of_one_device(options):
         assert one == pytest.approx(other, abs=1e-4)
 
 
-@slow
+@exhaustive
 def test_llm_loads_each_stage(tmp_path):
     """A layer count that stages do not divide, from a Hugging Face folder, with an adapter."""
     plain = tiny_model("keys and values", num_hidden_layers=3)

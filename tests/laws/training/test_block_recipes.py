@@ -58,7 +58,7 @@ def test_meshes_agree_on_blocks(recipe, cell, more):
     agree(first_step(recipe, cell, *more), one_device(recipe, *of_one), bound)
 
 
-@slow
+@exhaustive
 @pytest.mark.skipif(not MULTIPLIES_SCALED, reason="needs jax >= 0.11")
 @pytest.mark.parametrize("recipe, more", [("mxfp8", WIDER), ("nvfp4", WIDE)])
 def test_products_of_blackwell_train_alike_on_a_mesh(monkeypatch, recipe, more):
@@ -98,7 +98,7 @@ def test_remat_and_unrolled_layers_change_no_rounding():
         agree(first_step("block128", Cell(), *BLOCKS, *more), want)
 
 
-@slow
+@exhaustive
 def test_rules_choose_by_weight():
     """What rules give to no recipe is exact, and others are rounded as they say."""
     none, all_ = one_device("none"), one_device("block128", *BLOCKS)

@@ -13,7 +13,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.batches import stream_hash
 from tests.chats import chat_config, turns, write_lines
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 
 def records(count: int, longest: int, seed: int = 0) -> list[dict]:
@@ -72,6 +72,7 @@ MESHES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("keys", quick([(keys,) for keys in MESHES]), ids=lambda k: k[0][5:])
 def test_packed_conversations_have_the_same_gradients_on_every_mesh(keys, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", records(38, 9))

@@ -21,7 +21,7 @@ from mjax.run.monitor.trackers import _scalars
 from mjax.sharding.mesh import make_mesh
 from mjax.train.layer_statistics import LAYER_STATISTICS, expert_record, layer_record
 from tests.laws.run.test_failures import records
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.tiny import TINY
 
 CELLS = [
@@ -78,7 +78,7 @@ ACTIVATIONS = [
 
 
 @pytest.mark.parametrize(
-    "feature,cell", quick(ACTIVATIONS, 0), ids=[f"{f}, {c}" for f, c in ACTIVATIONS]
+    "feature,cell", quick(ACTIVATIONS), ids=[f"{f}, {c}" for f, c in ACTIVATIONS]
 )
 def test_figures_of_activations_are_those_of_one_device(feature, cell):
     got, want = (seen_record(feature, where) for where in (cell, Cell(rows=cell.rows)))
@@ -93,6 +93,7 @@ def seen_record(feature, cell) -> dict:
     return layer_record(trainer.cfg.model, seen)
 
 
+@slow
 def test_figures_of_activations_are_those_of_the_model():
     trainer, batch = drawn("dense", Cell())
     batch["segment_ids"] = np.ones_like(batch["tokens"])
@@ -122,6 +123,7 @@ def test_an_outlier_shows_in_the_kurtosis_of_its_layer_alone():
     assert record["activation_kurtosis/layers.1"] > 1000
 
 
+@exhaustive
 @pytest.mark.parametrize("feature,cell", quick(EXPERTS), ids=[f"{f}, {c}" for f, c in EXPERTS])
 def test_loads_of_experts_are_those_of_one_device(feature, cell):
     records = []
@@ -143,7 +145,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
-@slow
+@exhaustive
 def test_figures_of_experts_reach_the_log_of_a_run():
     trainer, batch = drawn("expert bias", Cell())
     kept = []
@@ -181,7 +183,7 @@ def test_a_record_of_experts_says_what_the_router_did():
     }
 
 
-@slow
+@exhaustive
 def test_norms_are_those_of_the_step_that_follows():
     trainer, batch = drawn("dense", Cell({"dp": 2}, 1, 1, 40))
     record = figures(trainer, batch)
@@ -226,7 +228,7 @@ def test_noise_of_gradients_of_known_variance():
     assert noise_record(norms(whole, 40.0), norms(one, 40.0), norms(two, 0.0)) == {}
 
 
-@slow
+@exhaustive
 def test_a_run_with_diagnostics_is_the_same_run_and_the_same_program(tmp_path, capsys):
     keys = ["train.steps=5", "train.micro_batch_size=1", "mesh.dp=2", "mesh.tp=2"]
     made = {}
@@ -242,7 +244,7 @@ def test_a_run_with_diagnostics_is_the_same_run_and_the_same_program(tmp_path, c
     assert extra[0]["activation_rms/layers.0"] > 0
 
 
-@slow
+@exhaustive
 def test_the_step_is_the_same_program_with_the_key():
     cell = Cell({"dp": 2, "tp": 2}, 1, 2, 40)
     plain = make_trainer("dense", cell).lower().as_text()

@@ -99,6 +99,7 @@ def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
         assert deviation((ours.losses, ours.gradients), (alone.losses, alone.gradients)) <= 1e-5
 
 
+@slow
 def test_how_a_student_is_trained_says_nothing_to_its_teacher(teacher):
     """Rates of parameters that the teacher lacks, and 8 bits."""
     keys = ["model.attention.qk_norm=true", "optimizer.lr_multipliers={'*q_norm*': 0.5}"]
@@ -174,6 +175,7 @@ def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell
     assert deviation(ours.gradients, rest | {OWN_WEIGHTS: own}) <= 1e-5
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "cell",
     quick(
@@ -241,7 +243,7 @@ def test_layers_that_are_not_there_are_refused(teacher):
         student(teacher, Cell(rows=8), "distill.hidden_layers={2: 1}")
 
 
-@slow
+@exhaustive
 def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(teacher, tmp_path):
     """All of the vocabulary but one token stored is the divergence; a run reads its own samples."""
     keys = [*SMALL, *FEATURES["dense"], LAYERS, "data.mock=true", "train.objective=distill"]

@@ -98,7 +98,7 @@ AHEAD = LONG, "reinforce.max_staleness=1", "train.micro_batch_size=2"
 APART = *PARTS, engine("devices: 4, tp: 2")
 
 
-@slow
+@exhaustive
 def test_a_phase_is_drawn_beside_the_update_before_it(tmp_path, monkeypatch):
     """So it is the one that shared devices draw between updates, with weights one step older."""
     is_updating, has_drawn = threading.Event(), threading.Event()
@@ -134,7 +134,7 @@ def test_a_phase_is_drawn_beside_the_update_before_it(tmp_path, monkeypatch):
     assert all(r["seconds/waiting"] >= 0 and r["seconds/hand_over"] >= 0 for r in found)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     ("keys", "kills"),
     [

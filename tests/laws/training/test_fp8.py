@@ -94,7 +94,7 @@ def test_meshes_agree_on_experts(recipe, cell, more):
     agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="experts"), want)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "recipe, cell, more",
     [
@@ -108,7 +108,7 @@ def test_meshes_agree_on_folded_experts(recipe, cell, more):
     agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="folded experts"), want)
 
 
-@slow
+@exhaustive
 def test_experts_are_rounded_and_those_left_out_are_not():
     exact, left_out, rounded = (
         one_device(*of, feature="experts")
@@ -135,7 +135,7 @@ def test_states_agree():
     assert holds(record), record
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("layout", ["Et*2||t|tL", "Et|t|t|tL"])
 def test_a_pipeline_of_several_chunks_agrees(layout):
     """Also with slots that only some chunks have. The state lies in the order of storage."""
@@ -153,7 +153,7 @@ def test_a_pipeline_of_several_chunks_agrees(layout):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), in_order, want_state)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, more",
     [
@@ -192,6 +192,7 @@ def test_it_rounds_and_what_is_skipped_does_not():
     assert 1e-3 < distance(some, exact) < distance(all_, exact) < 0.2
 
 
+@slow
 def test_history_holds_what_the_quantized_layers_saw():
     more = "precision.fp8_skip_layers=1", "precision.fp8_amax_history=3"
     history = one_device("delayed", *more)[2]["dense"]
@@ -220,6 +221,7 @@ def test_a_run_in_two_pieces_is_the_unbroken_run_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
 
 
+@slow
 def test_a_state_with_a_number_that_is_none_is_not_kept():
     trainer = make_trainer("dense", Cell(), "precision.fp8=delayed")
     params = trainer.state["params"]
@@ -258,7 +260,7 @@ def text(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-@slow
+@exhaustive
 def test_it_learns_like_fp32():
     exact = learn("none")
     assert exact < 0.9 * np.log(31)  # it learned something

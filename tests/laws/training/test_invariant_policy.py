@@ -130,6 +130,7 @@ def test_the_bits_of_a_document_do_not_depend_on_its_row(dtype):
             assert x[:size].tobytes() == first[which][:size].tobytes()
 
 
+@slow
 def test_what_does_not_count_may_be_infinite():
     """Off the mask a token function may give infinities, which no gradient sees."""
     small = {"vocab_size": 65, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -178,7 +178,7 @@ def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
     assert set(flatten_dict(trainer.state["opt"]["mu"])) == trained
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("keys", [(), (UNROLLED,)])
 def test_a_base_in_fp8_gives_the_loss_of_its_run(keys):
     """With adapters at zero, but for what blocks round that are one function without adapters."""
@@ -253,6 +253,7 @@ def test_mistakes_are_said_in_one_line(keys, match):
     assert "\n" not in str(raised.value)
 
 
+@slow
 def test_a_rank_that_a_weight_cannot_have_is_a_line():
     """Keys and values have 8 outputs each."""
     keys = "lora.targets=[kv,down]", "lora.rank=9"

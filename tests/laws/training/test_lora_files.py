@@ -36,7 +36,7 @@ from mjax.run.resume import resume
 from mjax.train import Trainer
 from tests.adapters import adapted_values, drawn_adapters
 from tests.chats import CHATML, MARKED, write_tokenizer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 ROWS = 4
 MODEL = [
@@ -154,7 +154,7 @@ EXPERTS = [
 ]
 
 
-@slow
+@exhaustive
 def test_lengths_of_experts_are_merged_into_the_models_logits(tmp_path):
     """Those of the run's base and adapters; PEFT has no file of them."""
     write_base(tmp_path / "base", EXPERTS)
@@ -237,6 +237,7 @@ def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
     assert all((base / name).read_bytes() == (again / name).read_bytes() for name in files)
 
 
+@slow
 def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
     run_convert(monkeypatch, "extract", home / "run", tmp_path / "adapter")
     run = read_adapter_run(adapter_step(home / "run"))
@@ -262,6 +263,7 @@ def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
             dry_run(planned, compiles=False)
 
 
+@slow
 def test_several_adapters_in_slots_are_those_of_their_folders(home, tmp_path):
     """A run in slot 1, and a folder of PEFT with another rank in slot 2."""
     write_base(tmp_path / "base")
@@ -286,6 +288,7 @@ def test_several_adapters_in_slots_are_those_of_their_folders(home, tmp_path):
         stack_adapters([home / "run"], cfg, specs)
 
 
+@slow
 def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypatch):
     base, out = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(home / "base", base)

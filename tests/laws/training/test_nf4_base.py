@@ -124,6 +124,7 @@ def written_weights(folder, *keys: str) -> str:
     return f"checkpoint.init_from={folder}"
 
 
+@exhaustive
 def test_counts_are_of_weights():
     """Codes hold two weights each, and magnitudes are none."""
     trainer = make_trainer("dense", Cell(), *WIDE, RANK, NF4)
@@ -135,6 +136,7 @@ def test_counts_are_of_weights():
 PISSA = "lora.init=pissa"
 
 
+@exhaustive
 @pytest.mark.parametrize("keys", quick([((NF4, PISSA),), ((NF4,),), ((PISSA,),)]))
 def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys, monkeypatch):
     keys = (

@@ -182,6 +182,7 @@ SHORT = ["train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=4
 SHORT += ["precision.compute=float32", "log.interval=1", "data.images.workers=0"]
 
 
+@slow
 def test_a_held_out_loss_that_counts_nothing_is_null_and_never_the_best(tmp_path, caplog):
     names = png(tmp_path, 6)
     good = lines(tmp_path, [{"image": name, "label": n % 3} for n, name in enumerate(names)])
@@ -222,6 +223,7 @@ def empty(monkeypatch, number: int) -> None:
     monkeypatch.setattr(Trainer, "step", emptied)
 
 
+@slow
 def test_a_step_without_a_token_that_counts_ends_the_run_and_keeps_what_was_trained(
     tmp_path, monkeypatch
 ):
@@ -232,6 +234,7 @@ def test_a_step_without_a_token_that_counts_ends_the_run_and_keeps_what_was_trai
     assert steps(tmp_path) == ["3"] and len(losses(tmp_path)) == 3
 
 
+@slow
 def test_a_suspect_step_that_ends_a_run_keeps_the_state_and_names_its_samples(
     tmp_path,
 ):

@@ -129,6 +129,7 @@ def test_moments_on_the_host_train_the_same_parameters_bit_for_bit(monkeypatch):
     assert kinds == {"pinned_host"}
 
 
+@slow
 def test_a_step_with_bad_numbers_leaves_the_state_alone():
     trainer = made(Cell({"dp": 2}, 1), "lion", "optimizer.clip_grad_norm=0")
     run(trainer, 1)
@@ -138,7 +139,7 @@ def test_a_step_with_bad_numbers_leaves_the_state_alone():
     assert_equal(trainer.state, before | {"step": before["step"]})
 
 
-@slow
+@exhaustive
 def test_rounding_at_random_is_the_same_on_every_mesh():
     low = [
         "precision.params=bfloat16",
@@ -150,7 +151,7 @@ def test_rounding_at_random_is_the_same_on_every_mesh():
     assert_equal(updated("lion", Cell({"pp": 2, "dp": 2}, 1), *low), alone)
 
 
-@slow
+@exhaustive
 def test_other_arguments_are_refused_before_an_array_is_read(tmp_path):
     where = f"run.dir={tmp_path}"
     trainer = made(Cell(), "momentum", where)

@@ -147,6 +147,7 @@ def assert_near(found, wanted) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+@slow
 def test_leave_one_out_is_the_exact_gradient():
     assert_near(mean_of_estimator(config("rloo"), POLICY), -exact_gradient(POLICY))
 

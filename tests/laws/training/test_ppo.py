@@ -102,7 +102,7 @@ def states(cfg, devices=1):
     return jax.device_get((trainer.params(), critic.state))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("keys", [(), pytest.param(("lora.rank=4",), marks=exhaustive)])
 def test_policy_and_critic_of_a_killed_run_have_the_bits_of_another(tmp_path, monkeypatch, keys):
     keys = *PPO, LONG, "checkpoint.interval=1", "reinforce.updates_per_rollout=2", *keys

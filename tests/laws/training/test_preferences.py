@@ -150,7 +150,7 @@ def records_of(folder) -> list[dict]:
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
-@slow
+@exhaustive
 def test_a_run_with_a_stored_reference_goes_on_at_another_dp(tmp_path):
     def go(folder, dp: int, steps: int, *keys: str) -> None:
         (folder).mkdir(exist_ok=True)

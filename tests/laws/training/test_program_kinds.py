@@ -26,7 +26,7 @@ WEIGHTED_ROWS = ProgramKind(
 
 
 @pytest.mark.parametrize(
-    "cell", quick([Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1), Cell({"pp": 2, "ep": 2}, 1, 2)], 0)
+    "cell", quick([Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1), Cell({"pp": 2, "ep": 2}, 1, 2)])
 )
 def test_a_program_defined_here_runs_on_any_mesh_with_an_input_and_rows_of_its_own(cell):
     trainer, batch = make_trainer("dense", cell), make_batch(8)

@@ -13,7 +13,7 @@ import pytest
 from mjax.config.schema.run import FP8_RECIPES
 from mjax.kernels.fp8.recipe import RECIPES, Current, Gradient8, Rounded8, recipe_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer
-from tests.marks import slow
+from tests.marks import exhaustive
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def test_every_recipe_of_the_config_is_built():
 IN_MATMULS = "precision.fp8_skip_layers=1", "precision.fp8_amax_history=3"
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("cell", [Cell({"dp": 2}, 1, 1), Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 2)])
 def test_a_recipe_that_rounds_nothing_trains_as_no_recipe(monkeypatch, cell):
     monkeypatch.setitem(RECIPES, "delayed", Exact)

@@ -69,7 +69,7 @@ def ends(monkeypatch):
     monkeypatch.setattr(reinforce_batches, "answer_ends", lambda *given: [*range(0, 257, 5)])
 
 
-@slow
+@exhaustive
 def test_a_run_that_is_killed_in_its_answers_ends_with_the_bits_of_another(
     files, tmp_path, monkeypatch
 ):

@@ -37,7 +37,7 @@ from mjax.train.program_kind import without_moments
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
 from tests.laws.run.test_failures import records
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.teachers import write_teacher_folder
 
 TEACHER = ModelConfig(
@@ -96,7 +96,7 @@ def test_a_teacher_on_its_own_devices_gives_the_losses_of_one_device(teacher, on
     assert deviation((found.losses, found.gradients), (one.losses, one.gradients)) <= 1e-5
 
 
-@slow
+@exhaustive
 def test_a_student_in_a_pipeline_learns_from_a_teacher_on_other_devices(teacher):
     """Losses, gradients and held-out losses are those of one device."""
     found = []
@@ -181,7 +181,7 @@ def test_the_student_s_devices_hold_nothing_of_the_teacher_but_fields(teacher):
     assert sorted(wide) == [(8, 16, 56), placed["teacher_head"].shape]
 
 
-@slow
+@exhaustive
 def test_a_run_goes_on_at_another_dp_with_its_teacher_elsewhere(teacher, tmp_path):
     batch, keys = make_batch(8), (f"run.dir={tmp_path}", "checkpoint.async_save=false")
     first = trainer_of(teacher, 8, *FOUR, *keys)
@@ -195,7 +195,7 @@ def test_a_run_goes_on_at_another_dp_with_its_teacher_elsewhere(teacher, tmp_pat
     np.testing.assert_allclose(float(again.step(batch)["loss"]), wanted, rtol=1e-5)
 
 
-@slow
+@exhaustive
 def test_a_run_is_evaluated_on_fewer_devices_than_its_teacher_had(teacher, tmp_path, capsys):
     """The teacher lies on the student's mesh, and the held-out losses are those of the run."""
     keys = "train.steps=2", "train.eval_interval=2", "train.eval_steps=2", "schedule.warmup_steps=0"

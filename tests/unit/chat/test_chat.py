@@ -29,6 +29,7 @@ from tests.generation import complete
 
 pytest.importorskip("httpx", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+from tests.marks import slow
 from tests.openai_fake import fake_server  # noqa: E402
 
 CFG = ModelConfig(
@@ -153,6 +154,7 @@ def test_what_goes_wrong_on_a_server_is_one_line(piped):
             piped("Hi", fake.url, option, "warm")
 
 
+@slow
 def test_a_model_in_the_process_answers_through_its_template(model, piped):
     given = ["X", "--tokenizer", "byte", "--max-tokens", "12"]
     for question, argv, prompt in (

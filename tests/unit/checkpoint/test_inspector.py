@@ -16,6 +16,7 @@ from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.models import definition_of
+from tests.marks import slow
 
 MODEL = """data.mock=true model.vocab_size=97 model.hidden_size=32 model.intermediate_size=48
     model.attention.num_attention_heads=4 model.num_hidden_layers=2""".split()
@@ -109,6 +110,7 @@ def test_verify_tells_intact_from_damaged_and_unknown(run, tmp_path, capsys):
     assert second.startswith(f"{tmp_path / '2'}: intact, ") and "has no digests" in third
 
 
+@slow
 def test_mistakes_are_one_line_and_nothing_is_written(run, tmp_path):
     with pytest.raises(UserError, match="no checkpoint here; give a run"):
         main(["ls", str(tmp_path)])

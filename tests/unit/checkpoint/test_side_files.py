@@ -133,6 +133,7 @@ def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     assert tokenizer_dir(run / "checkpoints" / "2") == tokenizer_dir(run)
 
 
+@slow
 def test_a_run_on_bytes_is_read_as_bytes(tmp_path):
     fine_tune(tmp_path / "run", 1, "data.tokenizer=byte")
     assert tokenizer_of(tmp_path / "run") == "byte" and tokenizer_dir(tmp_path / "run") is None

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.checkpoint.store import Store
 from mjax.config import load
 from mjax.errors import UserError
+from tests.marks import slow
 
 CFG = load(None, ["data.mock=true"])
 
@@ -138,6 +139,7 @@ KILLED = """
 """
 
 
+@slow
 def test_kill_9_during_a_save_leaves_the_previous_checkpoint(tmp_path):
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], timeout=60)
     assert run.returncode == -signal.SIGKILL

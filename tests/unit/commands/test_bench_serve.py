@@ -15,6 +15,7 @@ pytest.importorskip("httptools", reason="needs the extra serve")
 from mjax.bench import serve
 from mjax.bench.exchange import RawReply, read_reply
 from mjax.errors import UserError
+from tests.marks import slow
 
 SLACK = 60.0  # milliseconds
 FIRST, BETWEEN, TOKENS = 0.1, 0.05, 5  # seconds; of the server's replies
@@ -144,6 +145,7 @@ def test_percentiles_and_goodput_are_exact():
     assert (found["tokens_in"], found["requests_per_second"]) == (505, pytest.approx(10.1))
 
 
+@slow
 def test_a_server_that_waits_a_known_time(capsys, tmp_path):
     server, out, page = Server("slow"), tmp_path / "out.jsonl", tmp_path / "page.html"
     options = ["--requests=6", "--concurrency=3,6", f"--out={out}", f"--plot={page}", "--ttft=1"]
@@ -164,6 +166,7 @@ def test_a_server_that_waits_a_known_time(capsys, tmp_path):
     assert all("Authorization: Bearer secret" in head for head in server.heads[1:])
 
 
+@slow
 def test_errors_are_counted_by_what_they_say(capsys):
     server = Server("slow", "full", "fails", "breaks", "hangs")
     code, (record,) = run(server, "--requests=10", "--timeout=2", capsys=capsys)

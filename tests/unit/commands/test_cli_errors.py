@@ -15,6 +15,7 @@ import pytest
 from mjax.data import IndexedDatasetWriter
 from mjax.errors import UserError, run_cli
 from mjax.train.__main__ import main
+from tests.marks import slow
 
 TINY = [
     "model.hidden_size=32",
@@ -104,6 +105,7 @@ def test_data_mistakes(name, start, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@slow
 def test_checkpoint_of_another_architecture_names_the_first_differing_field(start, tmp_path):
     corpus(tmp_path / "good")
     data = f"data.paths=[{tmp_path}/good]", f"run.dir={tmp_path}/run"

@@ -124,6 +124,7 @@ def test_end_ids_can_be_replaced(made, endless):
     assert Artifact(made[0]).generate(PROMPTS, 20, eos=[]) == endless
 
 
+@slow
 def test_the_manifest_says_how_to_call(made):
     folder, definition, _ = made
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -117,6 +117,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 5, 40, 300])
 def test_samples_are_those_of_megatrons_rules(tokenizer, corpus, kind, length):

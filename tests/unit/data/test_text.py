@@ -22,6 +22,7 @@ from mjax.data.loader import build_datasets
 from mjax.data.preprocess import main
 from mjax.errors import UserError
 from mjax.run.evaluation import HeldOut
+from tests.marks import slow
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 東京 🚀", "a" * 50, "tail, no newline"]
 
@@ -115,6 +116,7 @@ def test_every_container_gives_the_same_corpus(tmp_path):
     assert list(read_texts([str(tmp_path / "texts")])) == TEXTS
 
 
+@slow
 def test_stdin_is_json_lines_or_one_text(tmp_path):
     command = [sys.executable, "-m", "mjax.data.preprocess", "--tokenizer", "byte", "--input", "-"]
     for name, text, expected in [

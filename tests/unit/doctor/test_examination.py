@@ -18,7 +18,7 @@ from mjax.run.faults.health import checkpoint_gb
 from mjax.train.__main__ import main as train
 from mjax.train.trainer import Trainer
 from tests.laws.run.test_processes import finish, start
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 H100 = "NVIDIA H100 80GB HBM3"
 Usage = namedtuple("Usage", "total used free")
@@ -166,7 +166,7 @@ def test_a_problem_of_one_process_stops_all_with_the_same_line(tmp_path):
     assert re.search(r": run.doctor: \S+: \S+/node1/runs is no folder that can be", said[0]), said
 
 
-@slow
+@exhaustive
 def test_two_processes_measure_all_devices_and_train(tmp_path):
     running = start(tmp_path / "job", 2, "run.doctor=true", "train.steps=1")
     said = finish(tmp_path / "job", running)

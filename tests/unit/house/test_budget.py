@@ -54,11 +54,12 @@ def tokens_by_line(text: str) -> dict[int, int]:
     return dict(lines)
 
 
-def functions_of(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield all functions and methods of a module, inner ones too."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@functools.cache
+def functions_of(text: str) -> list[tuple[str, int, int]]:
+    """Name, first and last line of all functions and methods of a module, inner ones too."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [(node.name, node.lineno, node.end_lineno) for node in found]
 
 
 def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
@@ -70,7 +71,7 @@ def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
             opened.append(token.start)
         start = opened.pop() if kind == "FSTRING_END" else token.start
         if not opened:
-            yield token._replace(start=start)
+            yield token if start == token.start else token._replace(start=start)
 
 
 def core_files() -> dict[Path, str]:
@@ -123,11 +124,10 @@ def dense_functions(text: str) -> dict[str, float]:
     """Tokens a line of the functions that have more than 16, by line and name."""
     tokens = tokens_by_line(text)
     dense = {}
-    for function in functions_of(text):
-        own = range(function.lineno, function.end_lineno + 1)
-        lines = [tokens[line] for line in own if line in tokens]
+    for name, first, last in functions_of(text):
+        lines = [tokens[line] for line in range(first, last + 1) if line in tokens]
         if len(lines) >= SHORT and sum(lines) / len(lines) > 16:
-            dense[f"{function.lineno} {function.name}"] = round(sum(lines) / len(lines), 1)
+            dense[f"{first} {name}"] = round(sum(lines) / len(lines), 1)
     return dense
 
 
@@ -143,20 +143,19 @@ def test_a_line_of_a_function_has_at_most_16_tokens_on_average():
     assert not dense
 
 
-def names_of(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a module defines at its top level."""
-    for node in tree.body:
-        if hasattr(node, "name"):
-            yield node.name
-        for target in getattr(node, "targets", []):
-            if isinstance(target, ast.Name):
-                yield target.id
+@functools.cache
+def names_of(text: str) -> set[str]:
+    """The names that a module defines at its top level."""
+    statements = ast.parse(text).body
+    targets = [target for node in statements for target in getattr(node, "targets", [])]
+    names = {node.name for node in statements if hasattr(node, "name")}
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def test_no_name_is_defined_in_two_modules_of_the_core():
     homes = defaultdict(set)
     for path, text in core_files().items():
-        for name in names_of(ast.parse(text)):
+        for name in names_of(text):
             homes[name].add(str(path))
     homes.pop("log")  # each module's logger
     assert not {name: files for name, files in homes.items() if len(files) > 1}
@@ -165,7 +164,7 @@ def test_no_name_is_defined_in_two_modules_of_the_core():
 def test_at_most_60_names_are_defined_in_two_modules():
     homes = defaultdict(set)
     for path, text in SOURCES.items():
-        for name in names_of(ast.parse(text)):
+        for name in names_of(text):
             homes[name].add(path)
     twice = {name for name, files in homes.items() if len(files) > 1} - {"log", "main"}
     assert len(twice) <= 60, sorted(twice)
@@ -184,10 +183,9 @@ def test_files_are_at_most_500_lines():
 def test_functions_are_at_most_60_lines():
     long = {}
     for path, text in SOURCES.items():
-        for function in functions_of(text):
-            lines = function.end_lineno - function.lineno + 1
-            if lines > 60:
-                long[f"{path}:{function.lineno} {function.name}"] = lines
+        for name, first, last in functions_of(text):
+            if last - first >= 60:
+                long[f"{path}:{first} {name}"] = last - first + 1
     assert not long
 
 

@@ -46,7 +46,7 @@ def blocks(ids, sizes):
     assert (done == LENGTHS).all()
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, 0))
+@pytest.mark.parametrize("kind", quick(KINDS))
 def test_rows_grow_by_lengths_of_their_own(kind):
     """Blocks in which rows add 0 to 4 tokens give the activations of each row's whole text."""
     definition, params, cfg = made(**VARIANTS[kind])

@@ -25,6 +25,7 @@ from mjax.infer.sample import (
 from mjax.infer.sampling import limits
 from mjax.infer.sampling.limits import largest_reaching, likeliest, within_limits
 from mjax.infer.sampling.noise import gumbel, noise
+from tests.marks import slow
 
 VOCAB = 83
 program = jax.jit(draw_tokens, static_argnames="draws")
@@ -281,6 +282,8 @@ LIMITS = [
 ]  # fmt: skip
 
 
+@slow
+@pytest.mark.grid
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_limits_of_a_large_vocabulary_keep_what_sorting_keeps(temperature):
     """Sums in fp32 may miss a bound by a millionth, so sets lie between those of two bounds."""
@@ -343,6 +346,7 @@ def test_greedy_rows_have_no_limits():
     np.testing.assert_allclose(found.processed, plain.processed, rtol=2e-6)
 
 
+@slow
 def test_devices_search_for_their_rows_alone():
     """Rows in lanes of two devices, of which one has a large nucleus."""
     rows = wide_rows()

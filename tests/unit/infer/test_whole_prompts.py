@@ -139,6 +139,7 @@ def test_pages_leave_room_for_images(monkeypatch):
     assert pages < Engine(*model, **options).programs.sizes.pages
 
 
+@slow
 def test_penalties_of_an_encoder_decoder_count_what_its_decoder_made():
     model, prompts, _ = encoder_decoder()
     rows = complete(model, prompts, 20, repetition_penalty=1e6)

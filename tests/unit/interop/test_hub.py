@@ -33,7 +33,7 @@ from mjax.run.loop import train
 from mjax.serve.options import read_options
 from mjax.train.trainer import Trainer
 from tests.hub_server import FakeModel, fake_hub
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 TINY = ModelConfig(
     model_type="llama",
@@ -420,7 +420,7 @@ def test_huggingface_hub_is_missing(hub, monkeypatch):
     )
 
 
-@slow
+@exhaustive
 def test_a_run_with_adapters_starts_from_the_hub_and_names_its_commit(hub, monkeypatch):
     keys = """data.mock=true data.seq_length=16 train.global_batch_size=8 train.micro_batch_size=1
         train.steps=2 precision.compute=float32 run.dir=run lora.rank=2
@@ -453,7 +453,7 @@ def logits_of(name: str) -> np.ndarray:
     return np.asarray(lm.logits(lm.params, np.arange(12).reshape(1, 12)))
 
 
-@slow
+@exhaustive
 def test_the_variables_of_the_environment_count(hub, tmp_path):
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "right"}
     hub.models["org/tiny"].token = "right"

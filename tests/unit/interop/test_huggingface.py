@@ -33,7 +33,7 @@ from mjax.run.resume import resume
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import stored_partitions
 from mjax.train.trainer import Trainer
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.sources import restore_params
 
 L, D, N, K, H, F, V = 4, 16, 4, 2, 6, 20, 251
@@ -509,7 +509,7 @@ MEASURED = """
 """
 
 
-@slow
+@exhaustive
 def test_host_memory_stays_under_twice_the_largest_tensor(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path)],

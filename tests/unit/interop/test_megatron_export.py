@@ -23,6 +23,7 @@ from mjax.interop.megatron.written_arguments import megatron_arguments
 from mjax.interop.megatron.written_run import run_to_write
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
+from tests.marks import slow
 
 MODEL = {"vocab_size": 64, "vocab_multiple": 64, "hidden_size": 8, "num_hidden_layers": 2}
 RUN = {
@@ -93,6 +94,7 @@ class Killed(BaseException):
     pass
 
 
+@slow
 def test_a_killed_export_goes_on_to_the_same_bytes(run, tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "FILE_BYTES", 8000)
     made, make, all_made = [], writing.tensor_archive, []

@@ -13,7 +13,7 @@ from mjax.errors import UserError
 from mjax.interop.pretrained import source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 BASE = """data.mock=true data.seq_length=16 model.vocab_size=97 model.hidden_size=32
     model.attention.num_attention_heads=4 model.intermediate_size=48 model.num_hidden_layers=3
@@ -48,7 +48,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "change", "mesh"), quick(CHANGED, 0))
+@pytest.mark.parametrize(("model", "change", "mesh"), quick(CHANGED))
 def test_what_both_models_have_is_loaded_and_the_rest_drawn(weights, tmp_path, model, change, mesh):
     folder, given = weights
     trainer = make_trainer(tmp_path, *model, f"checkpoint.init_changes=[{change}]", **mesh)
@@ -84,6 +84,7 @@ def test_what_both_models_have_is_loaded_and_the_rest_drawn(weights, tmp_path, m
     assert said.startswith(f"loaded: {len(drawn) - changed} of {len(drawn)} parameters as they are")
 
 
+@slow
 def test_nothing_may_differ_unasked(weights, tmp_path):
     folder, _ = weights
     for change, message in [
@@ -101,7 +102,7 @@ def test_nothing_may_differ_unasked(weights, tmp_path):
 CONTEXT = ["model.max_position_embeddings=64", "checkpoint.init_changes=[context]"]
 
 
-@slow
+@exhaustive
 def test_a_longer_context_is_a_word_and_learned_positions_are_extended(weights, tmp_path):
     folder, given = weights
     scaling = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}"
@@ -150,7 +151,7 @@ def equal_rows(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(a[:97], b[:97])
 
 
-@slow
+@exhaustive
 def test_a_text_with_towers_starts_from_a_text_and_back(weights, tmp_path):
     folder, given = weights
     trainer = make_trainer(tmp_path / "mimo", *SOUNDS)

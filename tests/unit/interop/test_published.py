@@ -11,10 +11,12 @@ from mjax.config import load
 from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.published import markdown_table, published
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[3]
 
 
+@slow
 def test_every_family_has_an_entry():
     """In mjax/interop/huggingface/published.yaml."""
     assert not [name for name in FAMILIES if name not in published()]
@@ -53,6 +55,7 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     assert capsys.readouterr().out == markdown_table()
 
 
+@slow
 def test_a_family_without_an_entry_is_named(monkeypatch):
     monkeypatch.setitem(FAMILIES, "new_family", FAMILIES["llama"])
     with pytest.raises(AssertionError, match="new_family"):

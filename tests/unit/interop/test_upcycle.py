@@ -14,7 +14,7 @@ from mjax.models import definition_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import is_spec
 from mjax.train import Trainer
-from tests.marks import quick
+from tests.marks import quick, slow
 
 BASE = """data.mock=true data.seq_length=16 model.vocab_size=97 model.hidden_size=32
     model.attention.num_attention_heads=4 model.intermediate_size=48 model.num_hidden_layers=3
@@ -120,6 +120,7 @@ def test_every_mesh_upcycles_alike(tmp_path, mesh):
     assert not np.array_equal(*routers)
 
 
+@slow
 def test_layers_and_vocabulary_may_change_too(tmp_path):
     weights = dense("model.layer_pattern=G")
     keys = ["model.layer_pattern=EGEE", "model.num_hidden_layers=4", "model.vocab_size=200"]

@@ -10,7 +10,7 @@ import pytest
 from mjax.kernels.fp8 import blocks
 from mjax.kernels.fp8.block_rounding import round_both_ways, round_square
 from mjax.kernels.fp8.blocks import FORMATS, round_blocks
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.triton_interpreter import interpret
 from tests.unit.kernels.test_blocks import hostile
 
@@ -53,6 +53,7 @@ def test_both_ways_are_direct_roundings(monkeypatch, m, n, dtype, to, free, fini
     same(turned, round_blocks(x.T, *facts))
 
 
+@slow
 def test_columns_of_groups_begin_blocks_of_their_own(monkeypatch):
     """In whole blocks of each group, filled up with zeros; rows of no group are NaN."""
     sizes, m = [3, 0, 129], 140

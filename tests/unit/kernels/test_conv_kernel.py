@@ -11,6 +11,7 @@ from mjax.kernels.base import chooser
 from mjax.kernels.recurrence import causal_conv as kernels
 from mjax.kernels.recurrence.causal_conv import ConvTile, causal_conv, fused_conv, plain_conv
 from tests.devices import GPU, choose_for
+from tests.marks import exhaustive
 from tests.triton_interpreter import interpret
 
 TAPS = 4
@@ -78,6 +79,7 @@ def test_equals_fp64(monkeypatch, dtype, length, channels, tile, packed, history
         assert (error <= bound * np.abs(e) + 2e-6 * np.abs(e).max()).all()
 
 
+@exhaustive
 def test_the_chooser_decides_forward_and_backward(monkeypatch):
     names = interpret(monkeypatch)
     choose_for(monkeypatch, GPU, "causal_conv")

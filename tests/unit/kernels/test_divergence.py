@@ -8,7 +8,7 @@ from mjax.kernels.loss.divergence import Divergence, LogitSource, divergence_sum
 from mjax.kernels.loss.log_probs import token_scores
 from mjax.kernels.loss.rows import Terms
 from mjax.sharding.collectives import LOCAL
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.unit.kernels.test_token_functions import TP2, assert_close, draw, on_tp2, with_gradients
 
 VOCAB = 251
@@ -100,7 +100,8 @@ def test_equal_models_diverge_by_nothing_and_move_nothing():
         assert abs(loss) < 1e-5 and jnp.abs(gradient).max() < 1e-4
 
 
-@pytest.mark.parametrize("beta", quick([0.4, 0.0, 1.0], 0))
+@exhaustive
+@pytest.mark.parametrize("beta", quick([0.4, 0.0, 1.0]))
 def test_stored_probabilities_are_one_outcome_less_exact(beta):
     """All of the vocabulary gives the divergence, a part of it less; gradients through K labels."""
     with jax.enable_x64(True):

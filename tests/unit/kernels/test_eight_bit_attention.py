@@ -10,6 +10,7 @@ from mjax.errors import UserError
 from mjax.kernels.attention.api import attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.base.chooser import Device, choose
+from tests.marks import slow
 
 B, S, N, K, H = 2, 256, 4, 2, 128
 SCALE = H**-0.5
@@ -103,6 +104,7 @@ def test_the_error_beside_fp64(dtype):
     assert 0.02 < min(errors) and max(errors) < 0.07, errors
 
 
+@slow
 def test_a_part_rounds_as_the_whole():
     """Rows and heads of a device have maxima of their own, here in binades of their own."""
     inputs = operands()

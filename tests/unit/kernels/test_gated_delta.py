@@ -15,7 +15,7 @@ from mjax.kernels.recurrence.gated_delta import (
     gated_delta_step,
 )
 from tests.devices import GPU, choose_for
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.triton_interpreter import interpret
 from tests.unit.kernels.test_ssd import fp64, gradients, near  # noqa: F401 - a fixture
 
@@ -103,7 +103,7 @@ def test_blocks_of_chunks_change_nothing(fp64, monkeypatch):  # noqa: F811
     near(gradients(in_chunks(8, starts), inputs, initial), wanted, 1e-13)
 
 
-@slow
+@exhaustive
 def test_the_chunk_changes_rounding_only():
     inputs, starts, initial = draw(96, 2, 4, 0.1, dtype=np.float32)
     made = [in_chunks(n, starts)(inputs, initial) for n in (1, 32, 128)]
@@ -121,7 +121,7 @@ def test_bfloat16_stays_near_the_recurrence():
     near(got, gradients(one_by_one(starts), exact, initial), 3e-2)
 
 
-@slow
+@exhaustive
 def test_the_state_passes_from_call_to_call(fp64):  # noqa: F811
     """In parts of a sequence, a token at a time, and where a part is summed up by itself."""
     inputs, starts, initial = draw(30, 2, 4)

@@ -24,7 +24,7 @@ from mjax.kernels.matmul.grouped_tiles import (
     tiles_of_rows,
 )
 from tests.devices import CPU, HOPPER
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.mosaic_interpreter import interpreted
 
 # rows, K, N, (lines, columns, slots, band) of a tile, sizes of the groups
@@ -86,7 +86,7 @@ def draw8(m, groups, k, n):
     return x.astype(E4M3), w.astype(E4M3), g.astype(E5M2), total
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(("m", "k", "n", "tile", "sizes"), quick(CASES_8, 0))
 def test_kernels_of_8_bits_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
     counts, scale = jnp.asarray(sizes, jnp.int32), jnp.float32(2**-3)

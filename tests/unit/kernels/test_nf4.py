@@ -14,6 +14,7 @@ from mjax.kernels.nf4 import values as nf4
 from mjax.kernels.nf4.values import Nf4
 from mjax.sharding.collectives import Parallel
 from tests.devices import GPU, choose_for
+from tests.marks import slow
 from tests.triton_interpreter import interpret
 
 F32 = jnp.dtype(jnp.float32)
@@ -71,6 +72,7 @@ def test_blocks_run_through_all_input_axes():
     assert_same(dequantize(heads, F32).reshape(256, 5), dequantize(flat, F32))
 
 
+@slow
 def test_a_part_reads_as_the_whole():
     """Groups of 256 magnitudes run over outputs, so a part must know its place."""
     w = drawn(256, 2, 200)

@@ -8,7 +8,7 @@ import pytest
 from mjax.kernels.recurrence import chunks
 from mjax.kernels.recurrence.causal_conv import causal_conv, last_tokens, plain_conv
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd, ssd_final, ssd_step
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_packed_row_equals_its_documents_apart():
     near(got[1], wanted[1], 2e-6)
 
 
-@slow
+@exhaustive
 def test_the_state_passes_from_call_to_call(fp64):
     """In parts of a sequence, a token at a time, and where a part is summed up by itself."""
     inputs, starts, initial = draw(30, 4, 2)

@@ -21,7 +21,7 @@ from mjax.kernels.loss.token_functions import DynamicFineTuning, TokenScores, ne
 from mjax.sharding.collectives import LOCAL, Parallel
 from tests.clipped_ratio import ClippedRatio
 from tests.devices import GPU, choose_for
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.triton_interpreter import interpret
 
 TP2 = Parallel(tp=2)
@@ -120,6 +120,7 @@ def test_sums_and_gradients_equal_whole_logits(function, kind):
     assert_close(with_gradients(ours, *narrow), expected, 1e-5)
 
 
+@slow
 def test_the_default_is_next_token_training():
     """With and without a function; a temperature alone needs none."""
     x, w, bias, labels, mask, _ = draw(dtype=jnp.float32)

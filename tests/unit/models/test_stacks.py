@@ -10,7 +10,7 @@ from mjax.models.runtime.execution import plain_layers, scan_groups
 from mjax.models.runtime.stacks import cut_group
 from mjax.pipeline.chunk_stacks import stack_groups, unstack_groups
 from mjax.train import Trainer
-from tests.marks import slow
+from tests.marks import exhaustive
 
 PATTERNS = ["GGGG", "LLGLLG", "EGEG", "GEEE", "LGLGG"]
 KINDS = [expand(pattern, len(pattern)) for pattern in PATTERNS]
@@ -42,7 +42,7 @@ def test_lists_and_stacks_give_the_same_groups(kinds):
     jax.tree.map(np.testing.assert_array_equal, groups, stack_groups(layers, plans))
 
 
-@slow
+@exhaustive
 def test_the_stash_of_a_pipeline_that_loops_holds_no_weights():
     """Large weights, few tokens: with two kinds of layers memory is about that with one."""
     keys = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_hidden_layers=8"]

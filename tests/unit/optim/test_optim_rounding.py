@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.optim.build import Optimizer
 from mjax.optim.rounding import element_offsets, mix, random_bits, round_to_bf16
 from mjax.prove import Cell, make_trainer
-from tests.marks import quick
+from tests.marks import exhaustive, quick, slow
 from tests.updates import updated_state
 
 LOW = ["precision.params=bfloat16", "optimizer.mu_dtype=bfloat16", "optimizer.nu_dtype=bfloat16"]
@@ -60,6 +60,7 @@ def test_bits_differ_between_seeds_steps_parameters_and_tensors_and_are_uncorrel
     assert len(np.unique(np.asarray(mix(jnp.arange(1 << 16, dtype=jnp.uint32))))) == 1 << 16
 
 
+@slow
 def test_small_updates_add_up_only_with_stochastic_rounding():
     """100 steps of a tenth of an ulp: plain rounding never moves."""
     spec = make_trainer("dense", Cell(), *SR, "train.remat=dots").specs["head"]
@@ -87,11 +88,11 @@ def alone() -> dict:
     return updated(Cell())
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     quick(
-        [({"dp": 8}, 1), ({"dp": 2, "tp": 2, "cp": 2}, 3), ({"pp": 2, "dp": 3}, 1), ({"tp": 2}, 0)],
-        1,
+        [({"dp": 2, "tp": 2, "cp": 2}, 3), ({"dp": 8}, 1), ({"pp": 2, "dp": 3}, 1), ({"tp": 2}, 0)]
     ),
 )
 def test_every_mesh_and_zero_stage_rounds_alike(alone, mesh, zero):

@@ -36,6 +36,7 @@ def test_every_layer_has_one_slot(layers, pp, v, account_for):
     assert max(loads) - min(loads) <= 1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layers,pp,v,account_for", LAYOUTS)
 def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
     made = make_layout(["full+mlp"] * layers, pp, v, account_for=account_for)

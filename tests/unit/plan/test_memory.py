@@ -12,7 +12,7 @@ from mjax.plan.activations import kept
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device
 from mjax.run.dry_run import dry_run
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 LLAMA = "configs/models/llama3_8b.yaml"
 SPECS = definition_of(load(LLAMA, []).model).specs
@@ -101,7 +101,7 @@ def of(remat: str, offload: bool = False, *overrides: str):
     return llama(f"train.remat={remat}", f"optimizer.offload={str(offload).lower()}", *overrides)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_auto_takes_the_first_that_fits(unroll):
     """Just below what one needs, the next is chosen; each says its numbers. Only where layers are
@@ -203,7 +203,7 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, layers, measured",
     quick(
-        [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)], 0
+        [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)],
     ),
 )
 def test_the_estimate_of_experts_is_near_what_an_h200_measured(name, layers, measured):

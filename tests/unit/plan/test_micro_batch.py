@@ -79,6 +79,7 @@ def llama(*keys: str):
     return load(LLAMA, ["train.micro_batch_size=auto", "train.global_batch_size=8", *keys])
 
 
+@slow
 def test_the_largest_that_fits_is_taken_and_said():
     """Of 64 sequences; just below what four need, it is two."""
     keys = "train.remat=dots", "optimizer.offload=true", "train.global_batch_size=64"
@@ -124,7 +125,7 @@ def test_a_quickstart_trains_as_it_is_on_1_to_8_devices(path):
     same_steps(path, COUNTS)
 
 
-@slow
+@exhaustive
 def test_the_quickstart_trains_alike_on_1_and_8_devices():
     same_steps(QUICKSTARTS[0], (1, 8), *SMALL)
 
@@ -159,6 +160,7 @@ def test_llama_on_four_h100s_shards_more_before_moments_go_to_the_host():
     assert need["moments"] == pytest.approx(8 * 8.03e9 / 4, rel=0.01)
 
 
+@slow
 def test_zero_1_stays_where_it_fits_and_the_host_is_last():
     cfg, why = on("h200:8")
     assert cfg.mesh.zero == 1 and cfg.optimizer.offload is False and "zero=1: it fits" in why

@@ -16,7 +16,7 @@ from mjax.post.answers import answered, chat_template_of, print_exact_matches, r
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.chats import END, START, chat_config, turns, write_lines, write_tokenizer
-from tests.marks import slow
+from tests.marks import exhaustive
 
 RECORDS = [
     turns("hi", "one", "go", " two "),
@@ -94,7 +94,7 @@ def test_without_a_template_pairs_of_texts_can_be_asked(tmp_path):
     assert isinstance(chat_template_of("byte"), UserError)
 
 
-@slow
+@exhaustive
 def test_a_model_that_knows_an_answer_gives_it(tmp_path, capsys):
     path = write_lines(tmp_path / "a.jsonl", [turns("hi", "yo")] * 8)
     keys = "train.steps=40", "data.split=[1,0,0]", "mesh.dp=1", "schedule.lr=0.02"

@@ -17,7 +17,7 @@ from mjax.interop.pretrained import from_pretrained
 from mjax.interop.pruned import KeptParts, pruned
 from mjax.models import build, split
 from mjax.post import prune
-from tests.marks import quick
+from tests.marks import quick, slow
 
 WHOLE = ModelConfig(
     model_type="qwen3",
@@ -58,6 +58,7 @@ def prune_by(monkeypatch, folder, *sizes):
     return prune.main()
 
 
+@slow
 def test_dead_parts_go_first_and_the_model_stays_the_same(run, monkeypatch, capsys):
     sizes = ["--num-hidden-layers", 2, "--intermediate-size", 17, "--num-key-value-heads", 2]
     assert prune_by(monkeypatch, run, *sizes) == 0

@@ -16,7 +16,7 @@ from mjax.interop.pretrained import Pretrained, from_pretrained
 from mjax.models import build, definition_of, split
 from mjax.post import quantize
 from mjax.sharding.spec import is_spec
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 SIZES = dict(
     model_type="qwen3",
@@ -49,7 +49,7 @@ def run(monkeypatch, folder, *words, model="model"):
     return end.value.code
 
 
-@slow
+@exhaustive
 def test_inputs_are_measured_where_experts_and_routers_read_them():
     """Moments of layer 0 are those of the normed embedding; all that read the same have them."""
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

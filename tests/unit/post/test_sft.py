@@ -72,6 +72,7 @@ def test_defaults_stand_only_where_a_key_is_not_set(tmp_path):
     assert (short.train.eval_interval, short.schedule.warmup_steps) == (1, 0)
 
 
+@slow
 def test_keys_of_a_model_change_that_of_the_weights(base, tmp_path):
     folder, path = base
     keys = [f"checkpoint.init_from={folder}", f"data.conversations.path={path}"]
@@ -158,12 +159,13 @@ def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
         exported(monkeypatch, f"{tmp_path / 'run'}@9", tmp_path / "none")
 
 
+@slow
 def test_the_best_of_steps_without_a_loss_is_one_line(base, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="@best: no step in .* has a held-out loss"):
         exported(monkeypatch, f"{base[0]}@best", tmp_path / "out")
 
 
-@pytest.mark.parametrize("rows", quick(["padded", "longest"], 0))
+@pytest.mark.parametrize("rows", quick(["padded", "longest"]))
 def test_rows_of_every_kind_train_alike(rows, base, tmp_path, monkeypatch):
     start, path = base
     keys = [f"checkpoint.init_from={start}", f"data.conversations.path={path}", ONE_DEVICE]

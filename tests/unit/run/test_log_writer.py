@@ -15,6 +15,7 @@ from mjax.config import load
 from mjax.files import replace_text
 from mjax.run.monitor import log_writer, trackers
 from mjax.run.monitor.log_writer import JsonLines, LogWriter
+from tests.marks import slow
 from tests.processes import start_process
 
 
@@ -112,6 +113,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"] and file.read_text() == "old"
 
 
+@slow
 def test_a_reader_of_the_output_that_leaves_does_not_end_the_run(tmp_path):
     script = f"""
         import time

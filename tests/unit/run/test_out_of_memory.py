@@ -23,6 +23,7 @@ def trainer(*keys):
     return Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
 
 
+@slow
 def test_a_run_out_of_memory_says_what_held_it_and_how_to_mend_it(tmp_path, monkeypatch, capfd):
     def exhausted(self, *arguments):
         self.state = None  # donated

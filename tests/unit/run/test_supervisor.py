@@ -85,6 +85,7 @@ def test_a_fault_that_recurs_ends_the_job_with_the_last_exit_code(tmp_path, capf
     assert "2 restarts in a row have brought no new checkpoint" in capfd.readouterr().err
 
 
+@slow
 def test_a_new_checkpoint_starts_the_count_anew(tmp_path):
     assert run(tmp_path, "-9 save2 3 save4 -9 0", 2) == 0
     counts = [note.split("(")[1].split(" ")[0] for note in lives(tmp_path)[1:]]
@@ -149,6 +150,7 @@ def test_the_supervisor_needs_no_jax():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
+@slow
 def test_restarts_of_the_command_line_end_with_the_code_of_its_child(tmp_path):
     """A mistake is found by the parent; one that only a device shows by the child, once."""
     command = [sys.executable, "-m", "mjax.train", "--restarts", "3", f"run.dir={tmp_path / 'run'}"]

@@ -20,7 +20,7 @@ from mjax.serve.api.limits import ApiOptions
 from mjax.serve.app import make_app
 from mjax.serve.base import wire
 from mjax.serve.base.engines import Engines
-from mjax.serve.engine_server import in_thread
+from mjax.serve.engine_server import EngineServer, in_thread
 from tests.chats import END, write_tokenizer
 from tests.laws.serving.kinds import make_engine
 
@@ -69,13 +69,26 @@ def tiny_engine(tmp_path_factory) -> Engine:
 
 
 @contextlib.contextmanager
-def served(engine: Engine, **options) -> Iterator[Live]:
-    """Serve an engine over HTTP, from threads of this process."""
+def behind_socket(engine: Engine) -> Iterator[EngineServer]:
+    """An engine's own thread. It has no second: two would take each other's tokens."""
     folder = Path(engine.folder)
     facts = wire.ModelFacts(
         "tiny", folder, engine.limits.length, 260, created=1, ends=engine.eos, tokenizer=str(folder)
     )
-    found, is_up, ends = [], threading.Event(), []
+    with in_thread(engine, facts) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_engine) -> Iterator[EngineServer]:
+    with behind_socket(tiny_engine) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(behind: EngineServer, **options) -> Iterator[Live]:
+    """An application of its own in front of an engine that others may use too."""
+    engine, found, is_up, ends = behind.engine, [], threading.Event(), []
 
     async def serve(address: str) -> None:
         async with Engines([address], engine.tokenizer) as engines:
@@ -93,19 +106,18 @@ def served(engine: Engine, **options) -> Iterator[Live]:
             is_up.set()
             await task
 
-    with in_thread(engine, facts) as behind:
-        thread = threading.Thread(target=lambda: asyncio.run(serve(behind.address)), daemon=True)
-        thread.start()
-        assert is_up.wait(30)
-        try:
-            yield found[0]
-        finally:
-            ends[0].should_exit = True
-            thread.join(20)
+    thread = threading.Thread(target=lambda: asyncio.run(serve(behind.address)), daemon=True)
+    thread.start()
+    assert is_up.wait(30)
+    try:
+        yield found[0]
+    finally:
+        ends[0].should_exit = True
+        thread.join(20)
 
 
 @pytest.fixture(scope="session")
-def live(tiny_engine) -> Iterator[Live]:
+def live(tiny_server) -> Iterator[Live]:
     """The application with its usual options and an administrator's key."""
-    with served(tiny_engine, admin_keys=("admin",), slow_seconds=1.0) as given:
+    with served(tiny_server, admin_keys=("admin",), slow_seconds=1.0) as given:
         yield given

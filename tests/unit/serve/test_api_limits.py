@@ -199,8 +199,8 @@ def test_other_routes_and_methods(live, method):
             checked(reply, status)
 
 
-def test_a_large_body_is_refused_before_it_is_read(tiny_engine):
-    with served(tiny_engine, most_body=1000) as live:
+def test_a_large_body_is_refused_before_it_is_read(tiny_server):
+    with served(tiny_server, most_body=1000) as live:
         body = json.dumps({"prompt": "a" * 2000}).encode()
         kind = {"Content-Type": "application/json"}
         for content in body, iter([body[:600], body[600:]]):
@@ -208,8 +208,8 @@ def test_a_large_body_is_refused_before_it_is_read(tiny_engine):
             assert checked(reply, 413)["code"] == "body_too_large"
 
 
-def test_a_body_that_does_not_come_is_refused(tiny_engine):
-    with served(tiny_engine, body_seconds=0.5) as live:
+def test_a_body_that_does_not_come_is_refused(tiny_server):
+    with served(tiny_server, body_seconds=0.5) as live:
         host, port = live.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -217,8 +217,8 @@ def test_a_body_that_does_not_come_is_refused(tiny_engine):
             assert b" 408 " in line.recv(4096)
 
 
-def test_keys(tiny_engine):
-    with served(tiny_engine, api_keys=("one", "zwei"), admin_keys=("admin",)) as live:
+def test_keys(tiny_server):
+    with served(tiny_server, api_keys=("one", "zwei"), admin_keys=("admin",)) as live:
         for path in ("/health", "/ready", "/metrics"):
             assert httpx.get(f"{live.url}{path}").status_code == 200
         for path in ("/v1/models", "/version", "/nowhere", "/openapi.json"):
@@ -233,8 +233,8 @@ def test_keys(tiny_engine):
             assert httpx.post(f"{live.url}/resume/", headers=own).status_code in (401, 404)
 
 
-def test_a_server_without_an_administrator_has_no_such_routes(tiny_engine):
-    with served(tiny_engine) as live:
+def test_a_server_without_an_administrator_has_no_such_routes(tiny_server):
+    with served(tiny_server) as live:
         assert checked(httpx.post(f"{live.url}/pause"), 403)["code"] == "no_admin_key"
 
 

@@ -28,7 +28,7 @@ from mjax.serve.base.engines import Piece
 from tests.chats import END, write_tokenizer
 from tests.laws.serving.kinds import BYTES, LENGTH, SMALL, model
 from tests.marks import slow
-from tests.unit.serve.conftest import TEMPLATE, served
+from tests.unit.serve.conftest import TEMPLATE, behind_socket, served
 
 WEATHER = {
     "type": "function",
@@ -266,7 +266,7 @@ def long_texts(tmp_path_factory):
     made.runner.sizes = tuple(sizes[-1:] for sizes in made.runner.sizes)
     made.folder = folder
     made.warm_up([Draws(random=True)])
-    with served(made) as live:
+    with behind_socket(made) as behind, served(behind) as live:
         yield live
 
 

@@ -18,6 +18,7 @@ from mjax.serve.base import wire
 from mjax.serve.base.engines import EngineDied, Engines, Piece
 from mjax.serve.engine_server import EngineServer, in_thread
 from tests.laws.serving.kinds import at_rest, make_engine
+from tests.marks import slow
 
 BYTES = load_tokenizer("byte")
 PROMPT = BYTES.encode("A prompt of some letters, long enough for a page of sixty-four tokens. ")
@@ -325,6 +326,7 @@ def test_an_abort_from_elsewhere_gives_what_is_there(engine, server, monkeypatch
     assert found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 50
 
 
+@slow
 def test_a_paused_engine_keeps_its_requests(unhurried, server):
     async def serve(engines):
         task = asyncio.create_task(pieces_of(engines, PROMPT, LONG))

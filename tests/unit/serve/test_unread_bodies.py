@@ -11,6 +11,7 @@ import pytest
 
 from mjax.serve.late_app import LateApp
 from mjax.serve.options import ServeOptions
+from tests.marks import slow
 from tests.unit.serve.conftest import served
 
 TEXT, MOST = "/v1/completions", 1000
@@ -20,16 +21,16 @@ ADMIN = "Authorization: Bearer admin"
 
 
 @pytest.fixture(scope="module")
-def patient(tiny_engine):
+def patient(tiny_server):
     """A server that takes small bodies."""
-    with served(tiny_engine, admin_keys=("admin",), most_body=MOST) as live:
+    with served(tiny_server, admin_keys=("admin",), most_body=MOST) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
-def hasty(tiny_engine):
+def hasty(tiny_server):
     """A server that does not wait for bodies."""
-    with served(tiny_engine, most_body=MOST, body_seconds=0.5) as live:
+    with served(tiny_server, most_body=MOST, body_seconds=0.5) as live:
         yield live
 
 
@@ -103,6 +104,7 @@ def test_who_writes_all_before_reading_gets_the_reply(patient, own):
         assert one_reply(line)[0] == 413 and line.recv(99) == b""
 
 
+@slow
 def test_who_never_ends_is_cut_off(hasty):
     until = time.monotonic() + 20
     with connected(hasty) as line, pytest.raises(ConnectionError):
