@@ -12,11 +12,12 @@ import hashlib
 import itertools
 import tempfile
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ ROWS_HELD = 1024  # rows that were read lately, for threads that ask out of orde
 ROWS_APART = 256  # between the positions that are remembered
 POSITIONS_HELD = 4096
 
+Item = TypeVar("Item")
+
 
 class Position(NamedTuple):
     """The place where a row begins: a token of a window of a file, in the order of an epoch."""
@@ -50,6 +53,14 @@ class Window(NamedTuple):
     position: Position
     tokens: np.ndarray
     begins: np.ndarray
+
+
+class Copy:
+    """A file that is there until `remove`, or until nothing refers to this."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+        self.remove = weakref.finalize(self, path.unlink, missing_ok=True)
 
 
 class StreamedText:
@@ -70,6 +81,7 @@ class StreamedText:
         self.digest = hashlib.blake2b(states.encode(), digest_size=16).hexdigest()
         self.tokenizer = load_tokenizer(data.tokenizer)
         self._folder = tempfile.TemporaryDirectory(prefix="mjax-stream-")
+        self._numbers = itertools.count()  # of the copies in it
         self.seq_length, self.document_mask = data.seq_length, data.document_mask
         self.resets, self.masks_eod = data.reset_position_ids, data.eod_mask_loss
         self.eod = self.tokenizer.eod_id if data.eod_token_id is None else data.eod_token_id
@@ -153,21 +165,15 @@ class StreamedText:
 
     def _read(self, start: Position) -> Iterator[Window]:
         """Yield the rows from a position on, each with S + 1 tokens and its position."""
-        windows, held = self._windows(start), []
+        windows, held = _one_ahead(self._windows(start)), []
         s = self.seq_length
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(next, windows)
-            try:
-                while True:
-                    while sum(len(window.tokens) for window in held) <= s:
-                        held.append(coming.result())
-                        coming = pool.submit(next, windows)  # tokenized meanwhile
-                    tokens = np.concatenate([window.tokens[: s + 1] for window in held])[: s + 1]
-                    begins = np.concatenate([window.begins[: s + 1] for window in held])[: s + 1]
-                    yield Window(held[0].position, tokens, begins)
-                    held = _without_first(held, s)
-            finally:
-                coming.cancel()
+        while True:
+            while sum(len(window.tokens) for window in held) <= s:
+                held.append(next(windows))  # the one after it is tokenized meanwhile
+            tokens = np.concatenate([window.tokens[: s + 1] for window in held])[: s + 1]
+            begins = np.concatenate([window.begins[: s + 1] for window in held])[: s + 1]
+            yield Window(held[0].position, tokens, begins)
+            held = _without_first(held, s)
 
     def _windows(self, start: Position) -> Iterator[Window]:
         """Yield the windows from a position on, epoch after epoch, without those that are empty."""
@@ -189,7 +195,7 @@ class StreamedText:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
             names = [self.files[i] for i in order]
             first = start.file if epoch == start.epoch else 0
-            for file, copy in enumerate(self._copies(names[first:]), first):
+            for file, copy in enumerate(_one_ahead(map(self._copy, names[first:])), first):
                 is_first = (epoch, file) == (start.epoch, start.file)
                 skipped = start.window if is_first else 0
                 for window, texts in enumerate(self._documents(names[file], copy)):
@@ -198,11 +204,13 @@ class StreamedText:
                     rng = np.random.default_rng([self.seed, epoch, file, window])
                     order = rng.permutation(len(texts))
                     yield Position(epoch, file, window), [texts[i] for i in order]
+                if copy:
+                    copy.remove()
 
-    def _documents(self, name: str, copy: str) -> Iterator[list[str]]:
+    def _documents(self, name: str, copy: Copy | None) -> Iterator[list[str]]:
         """Yield the texts of a file in windows. A window's bytes count all splits."""
         texts, size = [], 0
-        for document in documents_of_copy(name, copy, text_key=self.key):
+        for document in documents_of_copy(name, copy.path if copy else name, text_key=self.key):
             text = document_text(document, self.key)
             size += len(document.raw)
             if self._is_of_split(text):
@@ -217,25 +225,28 @@ class StreamedText:
         low, high = self.share
         return low <= int.from_bytes(digest) / 2**64 < high
 
-    def _copies(self, names: list[str]) -> Iterator[str]:
-        """Yield each as a file on disk; the next object is copied while one is read."""
-        with ThreadPoolExecutor(1) as pool:
-            coming: Future = pool.submit(self._copy, names[0], 0)
-            for number, name in enumerate(names, 1):
-                copy = coming.result()
-                if number < len(names):
-                    coming = pool.submit(self._copy, names[number], number)
-                try:
-                    yield copy
-                finally:
-                    if copy != name:
-                        Path(copy).unlink(missing_ok=True)
-
-    def _copy(self, name: str, number: int) -> str:
+    def _copy(self, name: str) -> Copy | None:
+        """The object at an address as a file on disk; None for a file."""
         if not is_address(name):
-            return name
-        path = Path(self._folder.name) / f"{number}-{name.rpartition('/')[2]}"
-        return str(fetch(stored_object(name), path))
+            return None
+        path = Path(self._folder.name) / f"{next(self._numbers)}-{Path(name).name}"
+        return Copy(fetch(stored_object(name), path))
+
+
+def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items, each prepared by a thread while the one before it is used.
+
+    The end does not wait for the thread: the garbage collector may end a generator anywhere, also
+    where `threading` holds its lock, which Python 3.12 would then take twice and hang.
+    """
+    pool, end = ThreadPoolExecutor(1), object()
+    try:
+        coming = pool.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, items, end)
+            yield item
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _keep_newest(entries: OrderedDict, key: int, value: object, most: int) -> None:

@@ -5,11 +5,12 @@ document. Invariant: the output depends on the inputs, their order and the token
 number of workers; it appears whole or not at all.
 """
 
+import contextlib
 import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -70,7 +71,7 @@ def _encode(
     return found._replace(ids=found.ids.astype(token_dtype(tokenizer.vocab_size))), raw
 
 
-def _parallel_map(function: partial, items: Iterable, spec: str, workers: int) -> Iterator:
+def _parallel_map(function: partial, items: Iterable, spec: str, workers: int) -> Generator:
     """`map` over processes, in order, never more than a few items ahead. Fresh processes, since a
     fork of one that runs JAX or thread pools may hang."""
     if workers == 1:
@@ -124,9 +125,10 @@ def preprocess(
     with (
         IndexedDatasetWriter(output, token_dtype(loaded.vocab_size)) as writer,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        contextlib.closing(_parallel_map(task, chunks, tokenizer, workers)) as encoded,
     ):
         bar = progress.add_task("", total=total, rate=0.0)
-        for found, raw in _parallel_map(task, chunks, tokenizer, workers):
+        for found, raw in encoded:
             writer.add_documents(*found)
             documents, tokens = documents + len(found.counts), tokens + len(found.ids)
             seconds = time.perf_counter() - began

@@ -1,6 +1,10 @@
 """Laws of streamed text: all of it, once an epoch, whatever was read before."""
 
+import gc
 import json
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import fsspec
@@ -149,3 +153,22 @@ def test_an_error_in_a_file_names_it_and_can_be_mended(tmp_path):
             data.batch(range(100))
     broken.write_text(good)
     assert len(documents(data.batch(range(130)))) > 66
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "memory"])
+def test_a_stream_that_is_dropped_waits_for_no_thread(kind, tmp_path, monkeypatch):
+    """The garbage collector may end it while `threading` holds its lock: to wait hung."""
+    (tmp_path / "text").mkdir()
+    data = stream(tmp_path, write(tmp_path / "text", kind))
+    data.batch(range(9))
+    gc.collect()
+    waits, gone = [], weakref.ref(data)
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda *_: waits.append(threading.current_thread())
+    )
+    del data
+    deadline = time.monotonic() + 30
+    while gone() and time.monotonic() < deadline:  # a thread may still read
+        time.sleep(0.01)
+        gc.collect()
+    assert not gone() and threading.main_thread() not in waits
