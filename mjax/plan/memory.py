@@ -76,7 +76,7 @@ class Counts(NamedTuple):
     whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
     expert_stack: of the largest stack of experts of several layers, likewise.
     held_bytes: of a base of adapters, which is in none of the other counts but whole_layer: it is
-        read as it is stored.
+        read as it is stored. held_rows: the part of it that matmuls of layers read.
     """
 
     tables: float
@@ -89,6 +89,7 @@ class Counts(NamedTuple):
     stored_stacks: float
     expert_stack: float
     held_bytes: float
+    held_rows: float
 
 
 Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
@@ -278,8 +279,13 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
         expert_stack=max((where.stored_size for where in of_experts), default=0),
-        held_bytes=sum(where.stored_size * where.spec.held_bytes for where in held),
+        held_bytes=sum(map(_held_size, held)),
+        held_rows=sum(_held_size(w) for w in held if w.spec.is_stacked and w.spec.matmul),
     )
+
+
+def _held_size(where: ParamPlacement) -> float:
+    return where.stored_size * where.spec.held_bytes
 
 
 @dataclass(frozen=True)
@@ -311,13 +317,16 @@ class ParameterBytes:
     def masters(self) -> float:
         """The shards that the optimizer updates, and the base of adapters.
 
-        ZeRO-3 makes one layer of a base whole at a time. FP8 makes its 8-bit forms.
+        ZeRO-3 makes one layer of a base whole at a time. FP8 makes its 8-bit forms. Layers that are
+        `apart` have copies of their rows as long as micro-batches take turns.
         """
-        count, base = self.count, self.count.held_bytes
+        count, execution = self.count, self.execution
+        copied = execution.apart and execution.micro_batches > 1
+        base = count.held_bytes + copied * count.held_rows
         if base and self._gathers_in_layers and self._is_cut:
-            base += WIDTH[self.execution.compute] * count.whole_layer
-        if base and self.execution.recipe is not None:
-            base += 2 * count.held_bytes / WIDTH[self.execution.compute]
+            base += WIDTH[execution.compute] * count.whole_layer
+        if base and execution.recipe is not None:
+            base += 2 * count.held_bytes / WIDTH[execution.compute]
         return WIDTH[self.cfg.precision.params] * count.shard + base
 
     def moments(self) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from mjax.config import load
 from mjax.models import definition_of
+from mjax.models.base.adapted import specs_of_run
 from mjax.plan.activations import kept
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import Compiled, compile_step, missing
@@ -56,6 +57,8 @@ def test_what_is_offloaded_is_in_host_memory(devices):
         ["train.remat=dots", "mesh.dp=4", "train.global_batch_size=8"],
         ["train.remat=full", "mesh.pp=2", "train.global_batch_size=4"],
         ["train.remat=dots", *UNEVEN, "train.global_batch_size=4"],
+        ["train.remat=full", "lora.rank=16"],
+        ["train.remat=full", "lora.rank=16", "train.unroll=1"],
     ],
     ids=str,
 )
@@ -65,7 +68,7 @@ def test_the_estimate_is_near_the_compiler(overrides):
     keys = {key.split("=")[0]: key for key in (*ONE, *overrides, "train.attention=cudnn")}
     cfg = load(LLAMA, list(keys.values()))
     devices = cfg.mesh.dp * cfg.mesh.pp
-    specs = definition_of(cfg.model).specs
+    specs = specs_of_run(definition_of(cfg.model).specs, cfg.lora, cfg.precision.compute)
     estimate = sum(bytes_per_device(cfg, cfg.mesh, devices, specs).values())
     assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
 

@@ -53,10 +53,9 @@ _FACTORS_OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 class BlockTile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns and `last` are multiples of 64. The blocks of a `cluster`
-    have neighboring tiles that share their lines, or their columns if these are more. Parts of a
-    tile leave through `stages` that take turns, of each half. The tensor cores sum the `last`
-    columns while those before are promoted; 0: all columns are summed at once.
+    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` have neighboring tiles
+    that share their lines, or their columns if these are more. Parts of a tile leave through
+    `stages` that take turns, of each half.
     """
 
     lines: int
@@ -65,17 +64,10 @@ class BlockTile:
     band: int = 8
     cluster: int = 1
     stages: int = 2
-    last: int = 0
 
     @property
     def half(self) -> int:
         return self.lines // HALVES
-
-    @property
-    def summed(self) -> tuple[tuple[int, int], ...]:
-        """Columns that the tensor cores sum in turn: the first one, and how many."""
-        both = (0, self.columns - self.last), (self.columns - self.last, self.last)
-        return both if self.last else both[:1]
 
     @property
     def shares_lines(self) -> bool:
@@ -114,7 +106,7 @@ class BlockJob:
     @property
     def chunk(self) -> int:
         """Columns of a tile that are promoted together; in a square block they have one factor."""
-        return math.gcd(self.tile.columns, self.tile.last, DEPTH if self.square else PROMOTED)
+        return math.gcd(self.tile.columns, DEPTH if self.square else PROMOTED)
 
     @property
     def cluster_tile(self) -> GroupTile:
@@ -345,25 +337,19 @@ def _multiply_tile(job, refs, half, at, count):
 
 
 def _add_slot(job, refs, half, slot, wave, totals, of_squares):
-    """The totals of each chunk and a slot's sums [64, columns] times their factors.
-
-    While the first of them are promoted, the tensor cores sum those of the `last` columns.
-    """
+    """The totals of each chunk and a slot's sums [64, columns] times their factors."""
     lines, rows = pl.ds(wave * WAVE, WAVE), pl.ds(half * job.tile.half + wave * WAVE, WAVE)
 
-    def run(*accs):
-        for acc, columns in zip(accs, job.tile.summed, strict=True):
-            right = refs.right.at[slot, pl.ds(*columns)].transpose((1, 0))
-            plgpu.wgmma(acc, refs.left.at[slot, half, lines], right)
-        of_lines, made = plgpu.load(refs.of_lines.at[slot, rows], layout=_FACTORS_OF_LINES), []
-        for later, acc in zip(reversed(range(len(accs))), accs, strict=True):
-            sums = plgpu.wgmma_accumulator_load(acc, wait_n=later)
-            for first in range(0, sums.shape[1], job.chunk):
-                n, own = len(made), sums[:, first : first + job.chunk]
-                made.append(totals[n] + _by_factors(job, refs, slot, n, own, of_lines, of_squares))
+    def run(acc):
+        plgpu.wgmma(acc, refs.left.at[slot, half, lines], refs.right.at[slot].transpose((1, 0)))
+        of_lines = plgpu.load(refs.of_lines.at[slot, rows], layout=_FACTORS_OF_LINES)
+        sums, made = acc[...], []
+        for n, total in enumerate(totals):
+            own = sums[:, n * job.chunk : (n + 1) * job.chunk]
+            made.append(total + _by_factors(job, refs, slot, n, own, of_lines, of_squares))
         return made
 
-    return pl.run_scoped(run, *[plgpu.ACC((WAVE, n), jnp.float32) for _, n in job.tile.summed])
+    return pl.run_scoped(run, plgpu.ACC((WAVE, job.tile.columns), jnp.float32))
 
 
 def _by_factors(job, refs, slot, n, sums, of_lines, of_squares):
