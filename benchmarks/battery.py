@@ -154,4 +154,5 @@ def number_of(text: str) -> float:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends a job, too
     run_cli(main)

@@ -80,12 +80,13 @@ class Trainings:
         by_name = {training.name: training for training in trainings}
         waiting = [training for training in trainings if not self.is_done(training)]
         began = time.monotonic()
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             while (waiting or self._running) and time.monotonic() < self.until:
                 self._look(began)
                 for training in list(waiting):
-                    before = by_name.get(training.after)
-                    if before is not None and not self.is_done(before):
+                    start = by_name.get(training.after)
+                    if start is not None and not self.is_done(start):
                         continue
                     if len(self._running) == self.at_once:
                         break
@@ -99,6 +100,7 @@ class Trainings:
             for name, (_, start) in self._running.items():
                 print(f"{name}: cut off after {time.monotonic() - start:.0f} s", flush=True)
             self._running.clear()
+            signal.signal(signal.SIGTERM, before)
 
     def _look(self, began: float) -> None:
         """Take note of runs that have ended, and end those beyond their limit."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,10 +40,25 @@ def test_each_job_has_its_limit_and_its_figures(tmp_path, capsys):
         rows[name] = code, figures
     assert rows["rates"] == ("0", "rate 2,250")  # the median of 2,000 and 2,500
     assert rows["wrong"] == ("3", "") and rows["endless"] == ("124", "")
+    wait_until(lambda: not lives(f"sleep 654.{os.getpid()}"))
+
+
+def test_sigterm_ends_the_job_that_runs(tmp_path):
+    sleep = f"sleep 655.{os.getpid()}"
+    (tmp_path / "jobs.yaml").write_text(f"jobs: {{long: {{seconds: 600, run: {sleep} & wait}}}}")
+    arguments = "benchmarks.battery", tmp_path / "jobs.yaml", "--out", tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-m", *arguments])
+    wait_until(lambda: lives(sleep))
+    process.terminate()
+    assert process.wait(60) == 143
+    wait_until(lambda: not lives(sleep))
+
+
+def wait_until(is_so):
     end = time.monotonic() + 60
-    while lives(f"sleep 654.{os.getpid()}") and time.monotonic() < end:
+    while not is_so() and time.monotonic() < end:
         time.sleep(0.05)
-    assert not lives(f"sleep 654.{os.getpid()}")
+    assert is_so()
 
 
 def lives(command: str) -> bool:

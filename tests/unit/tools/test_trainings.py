@@ -1,6 +1,9 @@
 """Several runs at once: those done are left out, failures and limits end no other."""
 
+import os
+import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -57,3 +60,20 @@ def test_a_run_beyond_a_limit_is_ended_with_its_children(limits, fake, capsys):
     trainings.run(found)
     assert time.monotonic() - began < 15
     assert not trainings.is_done(found[0]) and "slow: " in capsys.readouterr().out
+
+
+def test_sigterm_ends_all_runs(fake, capsys):
+    """As `timeout` sends it: the runs lead sessions of their own and would go on."""
+    trainings = Trainings(fake, 2, 100.0, time.monotonic() + 100)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminate():
+        while not trainings._running:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate, daemon=True).start()
+    with pytest.raises(SystemExit, match="143"):
+        trainings.run([Training("slow", 2, ("hang",))])
+    assert "slow: cut off" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
