@@ -301,8 +301,7 @@ def memory_policies(
 
     Counts of layers are tried only where `devices` says what a device holds. If layers are a
     loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
-    asks for; `unrolled` it is slower (docs/train/tuning.md). A loop needs no copies of a base of
-    adapters, so that is the last one.
+    asks for; `unrolled` it is slower (docs/train/tuning.md).
     """
     remats = [cfg.train.remat]
     if remats == ["auto"]:
@@ -310,14 +309,11 @@ def memory_policies(
         counts = range(1, len(layers))
         remats = ["none", *(f"dots*{n},none" for n in counts)] if unrolled else []
         remats += ["dots", *(f"full*{n},dots" for n in counts), "full"]
-    last = None
     for offload in _places_of_moments(cfg):
         for remat in remats:
             option = _with(_with(cfg, "train", remat=remat), "optimizer", offload=offload)
             if _is_legal(option):
-                yield (last := option)
-    if last is not None and cfg.lora.rank and cfg.train.unroll == "auto":
-        yield _with(last, "train", unroll=1)
+                yield option
 
 
 def _places_of_moments(cfg: Config) -> list[bool]:
@@ -403,9 +399,8 @@ def from_megatron(
 def _policy_name(cfg: Config, with_rows: bool) -> str:
     """The values that a memory policy stands for; `with_rows`: those of micro-batches, too."""
     moments = str(cfg.optimizer.offload).lower()
-    loop = " train.unroll=1" if cfg.train.unroll == 1 else ""
     rows = f" train.micro_batch_size={cfg.train.micro_batch_size}" if with_rows else ""
-    return f"memory: train.remat={cfg.train.remat} optimizer.offload={moments}{loop}{rows}"
+    return f"memory: train.remat={cfg.train.remat} optimizer.offload={moments}{rows}"
 
 
 def _mesh_name(mesh: MeshConfig | None) -> str:

@@ -308,6 +308,7 @@ class ParameterBytes:
             "masters": self.masters(),
             "moments": self.moments(),
             "weights": self.weights(),
+            "copies of the base": self.copies_of_base(),
             "transposed weights": self.transposed_weights(),
             "gradients": self.sums(),
             "gradients of a micro-batch": self.gradients(),
@@ -317,16 +318,13 @@ class ParameterBytes:
     def masters(self) -> float:
         """The shards that the optimizer updates, and the base of adapters.
 
-        ZeRO-3 makes one layer of a base whole at a time. FP8 makes its 8-bit forms. Layers that are
-        `apart` have copies of their rows as long as micro-batches take turns.
+        ZeRO-3 makes one layer of a base whole at a time. FP8 makes its 8-bit forms.
         """
-        count, execution = self.count, self.execution
-        copied = execution.apart and execution.micro_batches > 1
-        base = count.held_bytes + copied * count.held_rows
+        count, base = self.count, self.count.held_bytes
         if base and self._gathers_in_layers and self._is_cut:
-            base += WIDTH[execution.compute] * count.whole_layer
-        if base and execution.recipe is not None:
-            base += 2 * count.held_bytes / WIDTH[execution.compute]
+            base += WIDTH[self.execution.compute] * count.whole_layer
+        if base and self.execution.recipe is not None:
+            base += 2 * count.held_bytes / WIDTH[self.execution.compute]
         return WIDTH[self.cfg.precision.params] * count.shard + base
 
     def moments(self) -> float:
@@ -347,6 +345,16 @@ class ParameterBytes:
         saved = 0.0 if recipe is None else (width - recipe.weight_bytes) * self._share_in_8_bits
         of_layers = width - saved
         return width * self.count.tables + of_layers * self._whole_stacks
+
+    def copies_of_base(self) -> float:
+        """The rows of the stacks of adapters' base, where micro-batches or ZeRO-3 take turns.
+
+        `unroll`: no matmul reads a row. In 8 bits only the forms that `masters` counts are copied.
+        """
+        execution = self.execution
+        takes_turns = execution.micro_batches > 1 or execution.gather == "layer"
+        is_copied = takes_turns and not execution.loops and execution.recipe is None
+        return self.count.held_rows if is_copied else 0.0
 
     def transposed_weights(self) -> float:
         """The 8-bit form (`recipe`) for the backward, made once a step where layers are `apart`."""

@@ -59,6 +59,9 @@ def test_what_is_offloaded_is_in_host_memory(devices):
         ["train.remat=dots", *UNEVEN, "train.global_batch_size=4"],
         ["train.remat=full", "lora.rank=16"],
         ["train.remat=full", "lora.rank=16", "train.unroll=1"],
+        pytest.param(
+            ["train.remat=full", "lora.rank=16", "precision.fp8=current"], marks=exhaustive
+        ),
     ],
     ids=str,
 )

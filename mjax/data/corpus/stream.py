@@ -67,8 +67,8 @@ class StreamedText:
     """Rows of the text of a split, as many as are asked for; the interface of `Dataset`.
 
     Rows that are asked for in order are read once. Going back reads again from the last position
-    that is known. Objects are copied to a temporary folder (TMPDIR), two at most. rows_held: rows
-    that are kept, for evaluations that ask for the same ones.
+    that is known. Objects are copied to a temporary folder (TMPDIR), two at most, but for a moment
+    after going back. rows_held: rows that are kept, for evaluations that ask for the same ones.
     """
 
     padded = False
@@ -198,14 +198,16 @@ class StreamedText:
             for file, copy in enumerate(_one_ahead(map(self._copy, names[first:])), first):
                 is_first = (epoch, file) == (start.epoch, start.file)
                 skipped = start.window if is_first else 0
-                for window, texts in enumerate(self._documents(names[file], copy)):
-                    if window < skipped:
-                        continue
-                    rng = np.random.default_rng([self.seed, epoch, file, window])
-                    order = rng.permutation(len(texts))
-                    yield Position(epoch, file, window), [texts[i] for i in order]
-                if copy:
-                    copy.remove()
+                try:
+                    for window, texts in enumerate(self._documents(names[file], copy)):
+                        if window < skipped:
+                            continue
+                        rng = np.random.default_rng([self.seed, epoch, file, window])
+                        order = rng.permutation(len(texts))
+                        yield Position(epoch, file, window), [texts[i] for i in order]
+                finally:
+                    if copy:
+                        copy.remove()
 
     def _documents(self, name: str, copy: Copy | None) -> Iterator[list[str]]:
         """Yield the texts of a file in windows. A window's bytes count all splits."""

@@ -8,7 +8,6 @@ from mjax.config.rules.mesh_rules import AXES
 from mjax.errors import UserError
 from mjax.kernels.base.chooser import Device, believed
 from mjax.models import definition_of
-from mjax.models.base.adapted import specs_of_run
 from mjax.plan.activations import kept
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device
@@ -164,16 +163,6 @@ def test_what_is_given_is_never_changed():
 def test_without_a_known_limit_nothing_is_traded_for_memory():
     cfg, why = choose_memory_policy(llama(), 8, None, SPECS)
     assert (cfg.train.remat, cfg.optimizer.offload) == ("dots", False) and "limit" in why
-
-
-def test_a_base_of_adapters_is_read_from_its_stacks_where_copies_of_its_layers_do_not_fit():
-    keys = "lora.rank=16", "train.micro_batch_size=1", "train.global_batch_size=4"
-    cfg = llama(*keys, "mesh.dp=1", "data.seq_length=4096", "train.remat=full")
-    specs = specs_of_run(SPECS, cfg.lora, "bfloat16")
-    for memory, unroll, says in ((80e9, "auto", ""), (25e9, 1, " train.unroll=1")):
-        found, why = choose_memory_policy(cfg, 1, memory, specs)
-        assert found.train.unroll == unroll
-        assert f"optimizer.offload=false{says}:" in why and "NOT" not in why
 
 
 def test_counts_of_a_pipeline_are_of_a_stage():
