@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import subprocess
+import time
 
 _started: list[subprocess.Popen] = []
 
@@ -15,6 +16,13 @@ def start_process(command, **keywords) -> subprocess.Popen:
     process = subprocess.Popen(command, start_new_session=True, **keywords)
     _started.append(process)
     return process
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def free_port() -> int:

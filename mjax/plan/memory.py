@@ -347,13 +347,14 @@ class ParameterBytes:
         return width * self.count.tables + of_layers * self._whole_stacks
 
     def copies_of_base(self) -> float:
-        """The rows of the stacks of adapters' base, where micro-batches or ZeRO-3 take turns.
+        """The rows of the stacks of adapters' base, with several `micro_batches` or ZeRO-3.
 
-        `unroll`: no matmul reads a row. In 8 bits only the forms that `masters` counts are copied.
+        Unrolled layers need them, for no matmul reads a row of a stack. With a `recipe` only the
+        8-bit forms are copied, which `masters` counts.
         """
         execution = self.execution
-        takes_turns = execution.micro_batches > 1 or execution.gather == "layer"
-        is_copied = takes_turns and not execution.loops and execution.recipe is None
+        several = execution.micro_batches > 1 or self._gathers_in_layers
+        is_copied = several and not execution.loops and execution.recipe is None
         return self.count.held_rows if is_copied else 0.0
 
     def transposed_weights(self) -> float:

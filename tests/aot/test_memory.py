@@ -62,6 +62,10 @@ def test_what_is_offloaded_is_in_host_memory(devices):
         pytest.param(
             ["train.remat=full", "lora.rank=16", "precision.fp8=current"], marks=exhaustive
         ),
+        pytest.param(
+            ["train.remat=none", "lora.rank=16", "mesh.dp=2", "data.seq_length=2048"],
+            marks=exhaustive,
+        ),
     ],
     ids=str,
 )

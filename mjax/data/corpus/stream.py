@@ -35,7 +35,7 @@ ROWS_HELD = 1024  # rows that were read lately, for threads that ask out of orde
 ROWS_APART = 256  # between the positions that are remembered
 POSITIONS_HELD = 4096
 
-Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
 
 
 class Position(NamedTuple):
@@ -235,7 +235,7 @@ class StreamedText:
         return Copy(fetch(stored_object(name), path))
 
 
-def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def _one_ahead(items: Iterator[Prepared]) -> Iterator[Prepared]:
     """Yield the items, each prepared by a thread while the one before it is used.
 
     The end does not wait for the thread: the garbage collector may end a generator anywhere, also

@@ -28,7 +28,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
 from tests.marks import quick, slow
-from tests.processes import start_process
+from tests.processes import start_process, wait_until
 from tests.tiny import TINY
 
 
@@ -72,13 +72,6 @@ def wait_for_step(folder, process, step) -> None:
     log, until = folder / "metrics.jsonl", time.monotonic() + 120
     while not (log.exists() and f'"step": {step},' in log.read_text()):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 60
-    while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 

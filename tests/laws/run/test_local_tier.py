@@ -13,9 +13,10 @@ from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.laws.run import test_processes as processes
-from tests.laws.run.test_failures import events, losses, run, start, steps, wait_until
+from tests.laws.run.test_failures import events, losses, run, start, steps
 from tests.laws.run.test_processes import finish
 from tests.marks import exhaustive, quick, slow
+from tests.processes import wait_until
 from tests.tiny import TINY
 
 KEYS = ["train.steps=8", "checkpoint.interval=4", "checkpoint.local_interval=1"]

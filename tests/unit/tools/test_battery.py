@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from benchmarks import battery
 from mjax.errors import UserError
 from mjax.interop.sources import source_of
+from tests.processes import start_process, wait_until
 from tools import random_model
 
 JOBS = r"""
@@ -47,18 +47,11 @@ def test_sigterm_ends_the_job_that_runs(tmp_path):
     sleep = f"sleep 655.{os.getpid()}"
     (tmp_path / "jobs.yaml").write_text(f"jobs: {{long: {{seconds: 600, run: {sleep} & wait}}}}")
     arguments = "benchmarks.battery", tmp_path / "jobs.yaml", "--out", tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-m", *arguments])
+    process = start_process([sys.executable, "-m", *arguments])
     wait_until(lambda: lives(sleep))
     process.terminate()
     assert process.wait(60) == 143
     wait_until(lambda: not lives(sleep))
-
-
-def wait_until(is_so):
-    end = time.monotonic() + 60
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert is_so()
 
 
 def lives(command: str) -> bool:
