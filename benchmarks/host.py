@@ -20,6 +20,7 @@ import contextlib
 import multiprocessing
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -159,6 +160,7 @@ class StepTimes:
 
     def __post_init__(self) -> None:
         self._now, self._open = Counter[str](), list[tuple[str, int]]()
+        self._thread = 0  # that of the steps; another engine's server may run in this process
 
     @contextlib.contextmanager
     def taken(self, is_served: bool) -> Iterator[None]:
@@ -181,6 +183,8 @@ class StepTimes:
 
     def _timed(self, function: Callable, part: str) -> Callable:
         def timed(*given: Any, **named: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*given, **named)
             now = time.thread_time_ns()
             if self._open:
                 outer, began = self._open[-1]
@@ -198,12 +202,15 @@ class StepTimes:
         return timed
 
     def _step(self, function: Callable) -> Callable:
-        def step(*given: Any) -> Any:
+        def step(owner: Any) -> Any:
+            if getattr(owner, "engine", owner) is not self.engine:
+                return function(owner)
+            self._thread = threading.get_ident()
             self._now.clear()
             began, before = time.perf_counter(), self.engine.runner.prefills
             rows = [s for lane in self.engine.lanes for s in lane.running.values() if s.sampled]
             idle = self.device.idle if self.device else 0.0
-            found = function(*given)
+            found = function(owner)
             if len(rows) == self.count and before == self.engine.runner.prefills:
                 idle = self.device.idle - idle if self.device else 0.0
                 self.steps.append((began, idle, self._now.copy()))

@@ -34,6 +34,7 @@ def exchanges(text: str) -> list[tuple[str, str, float]]:
     return [(how, axes, 1e6 * float(size.replace(",", ""))) for how, axes, size in found]
 
 
+@exhaustive
 @pytest.mark.parametrize("devices", [2, 8])
 def test_the_plan_holds_the_compiler_s_account(devices):
     """Of two micro-batches a device: weights are gathered once in bf16, gradients reduced once in

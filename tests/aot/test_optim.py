@@ -95,6 +95,7 @@ def test_a_leaf_is_transformed_in_one_pass(name, args, arrays):
     assert large(made.text, "/optimizer/") == [["f32"] * arrays] * len(leaves)
 
 
+@exhaustive
 def test_a_transformation_s_moment_on_the_host_passes_slice_by_slice():
     away = compile_step(LLAMA, *ROLLED, "optimizer.name=optax.lion", "optimizer.offload=true")
     masters = here().arguments / 3

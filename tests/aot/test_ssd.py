@@ -62,6 +62,7 @@ def test_a_layer_calls_each_kernel_once_but_what_it_computes_again(monkeypatch, 
     }
 
 
+@exhaustive
 def test_memory_of_the_plain_scan_is_bounded():
     """Eight rows of 4096 tokens of 80 heads hold 0.8 GiB of inputs; chunks add a bound."""
     program = compiled(4096)

@@ -25,7 +25,8 @@ LATENT_HEADS = 576, 512  # its keys and values where these are a part of keys
 PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
-MOST_SCRATCH = 2**32  # bytes: cuDNN keeps a gradient of all queries of a row for each document
+# Bytes: cuDNN keeps a gradient of all queries of a row for each document. Ours keeps none.
+SPARED_SCRATCH, MOST_SCRATCH = 2**30, 2**32  # where ours can take its place; where XLA's has to
 SCRATCH_SHARE = 0.25  # of a device's memory: above it XLA's attention, though it is far slower
 QUERY_CHUNK = 1024  # queries whose scores XLA's attention holds at a time
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
@@ -160,15 +161,14 @@ def _attention(
         return Choice("xla", f"no fused kernel of ours adds biases by distance {where}")
     if call.mask == "cross" and has_several:
         return Choice("xla", "no fused kernel of ours has segments of cross-attention")
-    beyond_cudnn = call.softcap is not None or sinks
-    if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
+    ours = not mosaic_attention_lacks(x.dtype, *sizes, call, x.device)
+    if ours and (call.softcap is not None or sinks):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
     scratch = 4 * math.prod(x.shape[:3]) * (x.shape[3] + 1) * call.max_documents
+    why = f"cuDNN's backward would take {scratch / 1e9:.0f} GB for {call.max_documents} documents"
     share = math.inf if x.device.memory is None else SCRATCH_SHARE * x.device.memory
-    if has_several and scratch > min(MOST_SCRATCH, share):
-        cost = f"{scratch / 1e9:.0f} GB for {call.max_documents} documents"
-        why = f"cuDNN's backward would take {cost}"
-        if not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
+    if has_several and scratch > min(SPARED_SCRATCH if ours else MOST_SCRATCH, share):
+        if ours:
             return Choice("mosaic", why)
         fits = scratch <= share
         by_chunks = not fits and x.shape[1] % QUERY_CHUNK == 0

@@ -85,6 +85,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_capacity_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("capacity", Cell(mesh, zero, micro_batches), *keys, steps=1)

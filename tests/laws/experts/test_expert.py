@@ -196,7 +196,7 @@ def test_experts_biases_are_equal_on_every_mesh(mesh, zero, micro_batches, keys)
     assert set(np.unique(np.abs(biases(one)))) <= {np.float32(0), np.float32(0.001)}
 
 
-@pytest.mark.slow
+@exhaustive
 def test_experts_biases_follow_the_loads_choose_and_stay_in_evaluation(monkeypatch, tmp_path):
     chosen = []
 

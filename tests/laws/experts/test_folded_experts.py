@@ -10,7 +10,7 @@ from mjax.prove import Cell, compare, holds
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import stored_partition, tp_cuts, weight_partition
 from mjax.sharding.spec import ParamSpec
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 CASES = [
     ({"ep": 2, "tp": 2}, 2, 2, 1),
@@ -33,7 +33,7 @@ ALL_CASES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,room,kernel", ALL_CASES)
 def test_with_all_that_experts_may_have(mesh, zero, micro_batches, room, kernel, monkeypatch):
     monkeypatch.setattr(exchange, "ROOM", room)

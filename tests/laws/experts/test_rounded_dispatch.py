@@ -160,6 +160,7 @@ CASES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("parallel, way, recipe, kernel, keys", quick(CASES, 0))
 def test_every_mesh_gives_what_one_device_makes_of_rounded_tokens(
     parallel, way, recipe, kernel, keys, monkeypatch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.prove import Cell, make_trainer, measure
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 CASES = [
     (Cell(), "full", ["train.unroll=0"]),
@@ -38,7 +38,7 @@ def test_no_policy_changes_loss_or_gradients(cell, remat, more):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
 
 
-@slow
+@exhaustive
 def test_what_is_not_kept_is_computed_again():
     """By as many layers as are counted. (The compiler for GPUs, which sees more where layers are
     unrolled, does not undo it: tests/aot/test_memory.py.)"""

@@ -102,7 +102,7 @@ def test_muon_takes_padded_shards():
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_muon_takes_projections_that_share_a_tensor_apart_on_any_mesh():
     where = Cell({"dp": 2, "tp": 2}, 3, 2)
     record = compare("gated deltanet", where, "optimizer.name=muon", steps=3)

@@ -68,7 +68,7 @@ def test_a_layer_of_a_whole_tower_exchanges_nothing():
     assert sum(grown.values()) >= 8  # two gathers and two scatters each way, and keys
 
 
-@slow
+@exhaustive
 def test_evaluation_gives_the_loss_of_one_device():
     found = []
     for cell, keys in ((Cell({"cp": 2, "tp": 2}, 1), [BOTH]), (Cell(), [])):

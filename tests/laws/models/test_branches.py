@@ -129,7 +129,7 @@ def test_branches_side_by_side_read_one_norm():
 TOY = ["model.layer_pattern='recurrence+mlp, full+mlp'"]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "mesh, zero, more",
     quick([({"dp": 2, "tp": 2, "pp": 2}, 1, []), ({"dp": 4, "tp": 2}, 3, ["train.unroll=0"])], 0),

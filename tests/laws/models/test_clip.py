@@ -25,7 +25,7 @@ from mjax.objectives import contrastive
 from mjax.objectives.contrastive import Contrastive, EmbeddedRows
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 DUAL = [
     "model.vocab_size=257",
@@ -71,7 +71,7 @@ def longhand(trainer, batch: dict, params: dict) -> jax.Array:
     return -jnp.sum(own * both) / 2 / len(pairs)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "feature, cell",
     quick(

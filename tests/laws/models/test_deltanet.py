@@ -17,7 +17,7 @@ from mjax.plan.activations import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import DELTANET
 from tests.laws.models.test_mamba import packed_and_apart
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick
 
 LAYERS = ["model.layer_pattern='deltanet+mlp, full'", *DELTANET]
 LAYERS += ["model.attention.attention_output_gate=true"]
@@ -37,14 +37,14 @@ def long_memory(monkeypatch):
     monkeypatch.setattr(deltanet, "initial_decays", slow_decays)
 
 
-@slow
+@exhaustive
 def test_a_packed_row_equals_its_documents_apart(long_memory):
     got, wanted = packed_and_apart(model_of(*LAYERS))
     for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5 * float(np.abs(right).max()))
 
 
-@slow
+@exhaustive
 def test_the_chunk_changes_rounding_only(long_memory):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 251, (2, 24)))
     losses = []

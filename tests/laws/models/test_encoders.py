@@ -51,6 +51,7 @@ def numbers(cell: Cell, batch: dict, *more: str) -> dict:
     return measured(make_trainer("bert", cell, *more), batch)
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "cell",
     quick(
@@ -169,6 +170,7 @@ def test_a_stream_hides_other_tokens_at_each_step_and_alike_for_all_readers():
     assert kept.mean() == pytest.approx(0.1, abs=0.03)
 
 
+@slow
 def test_a_ring_is_refused_by_name():
     trainer = make_trainer("bert", Cell({"cp": 2}, cp_type="ring"))
     with pytest.raises(UserError, match="cp_type=ring lacks full masks; set .*all_gather or a2a"):

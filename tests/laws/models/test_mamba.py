@@ -66,6 +66,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh, more", quick(CASES))
 def test_meshes_agree_where_sizes_are_odd(mesh, more):
     record = compare("mamba", Cell(mesh, 1, 1), "model.num_hidden_layers=2", *more, steps=2)

@@ -25,7 +25,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.towers.vision import image_fields, patches_of, resize_matrix
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_images, make_trainer
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.measures import measured
 
 VIT = [
@@ -49,6 +49,7 @@ def numbers(cell: Cell) -> dict:
     return measured(trainer, batch_of(trainer))
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "cell",
     quick(

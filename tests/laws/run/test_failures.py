@@ -190,7 +190,7 @@ BROKEN_WRITES = [
 
 @pytest.mark.parametrize(
     ("module", "name", "place"),
-    quick(BROKEN_WRITES, 0, 2),
+    quick(BROKEN_WRITES, 2),
 )
 def test_a_log_that_cannot_be_written_is_not_worth_the_run(
     tmp_path, unbroken, monkeypatch, capfd, module, name, place

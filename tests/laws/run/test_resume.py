@@ -86,6 +86,7 @@ def half(tmp_path_factory):
         return folder, run(patch, folder, f"train.steps={STEPS // 2}")[0]
 
 
+@slow
 def test_half_restart_half_is_the_unbroken_run_bit_for_bit(unbroken, half, tmp_path, monkeypatch):
     (folder, hashes, params), (stopped, first) = unbroken, half
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)

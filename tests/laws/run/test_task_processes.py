@@ -37,7 +37,7 @@ def scores(folder):
     }
 
 
-@slow
+@exhaustive
 def test_two_processes_log_the_scores_of_one_and_an_error_ends_both(tmp_path):
     one, two, fails = (tmp_path / name for name in ("one", "two", "fails"))
     finish(one, begin(one, 1, "my_choice", 2))

@@ -78,6 +78,7 @@ def assert_trained(kind: str, requests: list[Request]) -> None:
             assert wanted <= len(found) <= wanted + 1
 
 
+@slow
 @pytest.mark.parametrize(
     "kind", ["keys and values", *(pytest.param(k, marks=slow) for k in ("latent", "experts"))]
 )

@@ -131,6 +131,7 @@ HOT = {"max_tokens": 30, "temperature": 0.9, "n": 2, "logprobs": 3, "presence_pe
 OPTIONS = [{"drafts": 2, "weight_dtype": "fp8", "cache_dtype": "fp8"}, {"batch_invariant": True}]
 
 
+@exhaustive
 @pytest.mark.parametrize("options", quick(OPTIONS))
 def test_samples_are_those_of_one_device(options):
     asks = [Ask(prompt, SamplingParams(seed=i, **HOT)) for i, prompt in enumerate(PROMPTS)]

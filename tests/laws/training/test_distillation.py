@@ -108,6 +108,7 @@ def test_how_a_student_is_trained_says_nothing_to_its_teacher(teacher):
     assert own.precision.fp8 == "none" and not own.optimizer.lr_multipliers
 
 
+@slow
 def test_a_teacher_is_promised_as_few_documents_as_its_student(teacher, monkeypatch):
     """Without a bound cuDNN's attention would keep statistics of a document for each token."""
     trainer = student(teacher, Cell(rows=8), "train.attention=cudnn", "precision.compute=bfloat16")
@@ -119,7 +120,7 @@ def test_a_teacher_is_promised_as_few_documents_as_its_student(teacher, monkeypa
     assert seen == [trainer.programs.documents] * 2 and seen[0].most > 0
 
 
-@slow
+@exhaustive
 def test_a_student_that_equals_its_teacher_learns_nothing(tmp_path):
     one = make_trainer("dense", Cell(rows=8), LAYERS)
     source = array_source(one.cfg.model, one.params())

@@ -195,7 +195,7 @@ def steps_with_overflow(monkeypatch, trainer: Trainer, numbers: range) -> None:
             trainer.step(make_batch(24, number))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("cell", quick([Cell(), Cell({"pp": 2, "dp": 2, "tp": 2}, 3, 3)], 0))
 def test_a_resumed_run_has_the_same_bits(monkeypatch, tmp_path, cell):
     keys = (*FP16, f"run.dir={tmp_path}", "precision.loss_scale_window=2")

@@ -76,6 +76,7 @@ BIAS, BATCHED = "model.mlp_bias=true", "train.experts=batched"
 PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no maximum sees
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "recipe, cell, more",
     quick(

@@ -4,7 +4,7 @@ import pytest
 
 from mjax.prove import Cell, make_batch, make_trainer
 from tests.laws.training.test_fp8 import agree, distance, first_step, one_device
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 SHAPES = (
     "model.attention.head_dim=128",
@@ -41,7 +41,7 @@ def test_meshes_agree(cell, depth):
         agree(first, want)
 
 
-@slow
+@exhaustive
 def test_the_key_rounds_and_evaluation_has_a_key_of_its_own():
     with_key, without = (one_device("none", *layers(1), *key) for key in ((ON,), ()))
     assert 0.01 < distance(with_key[1], without[1]) < 0.1

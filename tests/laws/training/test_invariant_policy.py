@@ -16,7 +16,7 @@ from mjax.models.runtime.token_blocks import TokenBlocks
 from mjax.post import TrainingClient
 from mjax.post.reinforce import reinforce_defaults
 from mjax.sharding.mesh import make_mesh
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 KEYS = """model.vocab_size=257 model.hidden_size=32 model.num_hidden_layers=2
     model.attention.num_attention_heads=4 model.attention.num_key_value_heads=2
@@ -72,7 +72,7 @@ def test_trainer_and_engine_agree_to_the_bit_after_updates_too(tmp_path, name):
         assert np.isfinite(client.optim_step()["grad_norm"]), step
 
 
-@slow
+@exhaustive
 def test_the_gradient_is_that_of_the_plain_forward_up_to_rounding(tmp_path):
     found = []
     for mode in ("true", "false"):

@@ -43,6 +43,7 @@ def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
     return trainer.loss, found
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "feature, keys",
     quick(

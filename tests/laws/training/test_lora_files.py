@@ -109,6 +109,7 @@ def run_convert(monkeypatch, *argv: object) -> None:
     assert convert() == 0
 
 
+@slow
 def test_a_run_with_adapters_is_weights_like_any_others(home):
     trainer = trainer_at(home, f"run.dir={home}/run", f"checkpoint.init_from={home}/base", *LORA)
     found = require_weights_of(trainer, home / "run")

@@ -116,7 +116,7 @@ def test_resumed_is_unbroken_bit_for_bit_and_another_mesh_reads_the_same_state(t
     np.testing.assert_allclose(run(resumed, 2), rest, rtol=1e-4)
 
 
-@slow
+@exhaustive
 def test_moments_on_the_host_train_the_same_parameters_bit_for_bit(monkeypatch):
     """AdaGrad's begin at 0.1, also there."""
     monkeypatch.setattr("mjax.optim.offload.SLICE", 5000)  # several slices and a rest

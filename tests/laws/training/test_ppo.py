@@ -120,8 +120,8 @@ def test_policy_and_critic_of_a_killed_run_have_the_bits_of_another(tmp_path, mo
     assert len(pairs) == 4 and all(a[name] == b[name] for a, b in pairs for name in names)
 
 
-@slow
-@pytest.mark.parametrize("axis", ["dp", pytest.param("cp", marks=exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("axis", ["dp", "cp"])
 def test_a_critic_on_a_mesh_is_that_of_one_device(tmp_path, axis):
     keys = *PPO, LONG, "train.micro_batch_size=2"
     run(config(tmp_path / "one", *keys, steps=2))

@@ -67,6 +67,7 @@ ALL_SHARED = (
 )
 
 
+@slow
 def test_at_step_0_the_loss_is_log_2_and_packing_changes_no_gradient(tmp_path):
     losses, gradients, tokens = first_step(tmp_path, *ALL_PACKED)
     assert losses["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -142,7 +142,7 @@ MESHES = {
 }
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", MESHES)
 def test_rollouts_on_a_mesh_are_those_of_one_device(tmp_path, name):
     axes, keys = MESHES[name]

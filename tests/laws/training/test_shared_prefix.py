@@ -58,6 +58,7 @@ def assert_equal_steps(found: tuple[dict, dict], wanted: tuple[dict, dict]) -> N
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=max(1e-5 * np.abs(b).max(), rounding))
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=exhaustive if kind != "mamba" else slow) for kind in KINDS],

@@ -115,7 +115,7 @@ PIPELINES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_add_the_losses_of_their_own_layers(teacher, case):
     """Losses, every gradient, the matrices' too, and held-out losses are those of one device."""

@@ -125,6 +125,7 @@ def test_an_objective_by_function_is_the_mean_of_the_function():
     assert deviation((found[0], found[2]), (expected, gradients)) <= 1e-5
 
 
+@slow
 @pytest.mark.parametrize(
     "mesh",
     quick(

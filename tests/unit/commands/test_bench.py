@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import host, torch_train
+from benchmarks import torch_train
 from mjax.bench import checkpoint, collective, data, decode, engine, kernel, report, train
 from mjax.bench.breakdown import KernelEvent, breakdown, classify, parse, profile, top
 from mjax.config import load
@@ -460,20 +460,6 @@ def test_transformers_has_ended_before_jax_takes_the_device(monkeypatch, capsys)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["case"]["engine"] for line in lines] == ["transformers", "mjax"]
     assert order == ["transformers", "mjax"]
-
-
-@slow
-def test_host_time_is_split_and_a_step_is_launched_before_the_device_is_free(capsys):
-    pytest.importorskip("zmq", reason="needs the extra serve")
-    own = "--streams=3", "--prompt=5", "--new=100", "--device-ms=20", "--dtype=float32"
-    assert host.main([*own, *SMALL_MODEL, "model.max_position_embeddings=128"]) == 0
-    alone, served = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert not alone["case"]["served"] and served["case"]["served"]
-    assert {"plan", "records", "launch", "read", "rest"} == set(alone["parts_us"])
-    assert set(served["parts_us"]) - set(alone["parts_us"]) == {"report", "send", "receive"}
-    for found in (alone, served):
-        assert sum(found["parts_us"].values()) == pytest.approx(1e3 * found["ms"], rel=1e-3)
-        assert found["ms"] < 20 <= found["step_ms"] + 1 and found["idle_us"] < 10_000
 
 
 def run_in_no_time(ids):

@@ -25,6 +25,7 @@ from mjax.infer.sample import Sampling
 from mjax.infer.small_engine import completed
 from mjax.models import build, split
 from tests.generation import complete, engine_for
+from tests.marks import slow
 
 REAL = importlib.util.find_spec("lm_eval") is not None
 CFG = ModelConfig(
@@ -138,6 +139,7 @@ def test_rolling_scores_every_token_once_with_most_context(adapter, direct, size
         np.testing.assert_allclose(found[0], sum(rows), rtol=1e-5)
 
 
+@slow
 def test_generation_stops_at_strings_and_keeps_the_order(adapter, model):
     contexts = ["ab", "a long context " * 4, "xyz", "q", "The cat", ""]
     ids = [[ord(c) for c in text][-20:] or [256] for text in contexts]

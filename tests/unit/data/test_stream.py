@@ -18,6 +18,7 @@ from mjax.data.base import object_store
 from mjax.data.corpus import stream as stream_module
 from mjax.data.corpus.stream import StreamedText
 from mjax.errors import UserError
+from tests.marks import quick
 
 S = 8
 SOURCES = "jsonl", "parquet", "memory"
@@ -155,7 +156,7 @@ def test_an_error_in_a_file_names_it_and_can_be_mended(tmp_path):
     assert len(documents(data.batch(range(130)))) > 66
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "memory"])
+@pytest.mark.parametrize("kind", quick(["jsonl", "memory"], 0))
 def test_a_stream_that_is_dropped_waits_for_no_thread(kind, tmp_path, monkeypatch):
     """The garbage collector may end it while `threading` holds its lock: to wait hung."""
     (tmp_path / "text").mkdir()

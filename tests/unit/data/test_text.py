@@ -192,6 +192,7 @@ def prepare(folder, out):
     out.put(prepare_text(data, folder / "run"))
 
 
+@slow
 def test_prepare_text_builds_once_reuses_and_rebuilds(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_text(f"document {i}: {TEXTS[i % 4]}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from mjax.config import Config
+from tests.marks import slow
 
 PACKAGE = Path(__file__).parents[3] / "mjax"
 NO_CODE = {
@@ -99,6 +100,7 @@ ROOMS = {
 }
 
 
+@slow
 def test_no_room_pays_for_another():
     assert count('"""Doc."""\n\nx = 1  # one\n# two\n') == (1, 3)
     assert count('x = f\'a{y:{z}} {f(y)}\' + f"""{\n1}"""\n') == (2, 5)
@@ -131,6 +133,7 @@ def dense_functions(text: str) -> dict[str, float]:
     return dense
 
 
+@slow
 def test_a_line_of_a_function_has_at_most_16_tokens_on_average():
     line = "    x = [a, b, c, d, e, f, g, h]\n"
     assert dense_functions("def f():\n" + 5 * line) == {"1 f": 16.7}

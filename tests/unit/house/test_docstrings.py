@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.marks import slow
+
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "mjax"
 FILES = re.compile(r"`([\w/]+\.py)`")
@@ -43,6 +45,7 @@ def test_a_sentence_that_hangs_is_found():
     assert [text for _, text in docstrings(tree)] == ["A.", "B.", "What c is."]
 
 
+@slow
 def test_docstrings_begin_with_a_verb_or_a_noun():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -52,6 +55,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert not found, "\n".join(found)
 
 
+@slow
 def test_files_that_docstrings_name_exist():
     files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
     missing = []

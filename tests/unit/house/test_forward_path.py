@@ -12,6 +12,7 @@ from flax import nnx
 
 from mjax.config import load
 from mjax.models import build
+from tests.marks import slow
 from tests.unit.house.test_budget import count
 from tests.unit.house.test_imports import all_imports
 
@@ -40,6 +41,7 @@ def test_the_functions_of_a_llamas_forward_pass_are_at_most_1700_lines():
     assert PACKAGE / "models" / "decoder.py" in files and 1_000 < lines <= 1_700
 
 
+@slow
 def test_a_decoder_reaches_at_most_20_files_of_its_room():
     """What other features add to a forward pass is given to it by callers, not imported."""
     reached, left = set(), {Path("models", "decoder")}

@@ -68,6 +68,7 @@ def exported(run, tmp_path_factory) -> Path:
     return out
 
 
+@slow
 def test_a_run_comes_back_with_its_optimizer_and_schedule(run, exported, tmp_path, caplog):
     assert (exported / "latest_checkpointed_iteration.txt").read_text() == "5"
     import_run(exported, tmp_path / "back")

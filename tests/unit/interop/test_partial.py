@@ -128,6 +128,7 @@ def test_a_longer_context_is_a_word_and_learned_positions_are_extended(weights, 
     assert "  position_embedding: [16, 32] loaded of [16, 32], the rest of [64, 32]" in said
 
 
+@slow
 def test_keys_that_no_weight_depends_on_may_differ(weights, tmp_path):
     folder, given = weights
     trainer = make_trainer(tmp_path, "model.moe.skip_padding=true")

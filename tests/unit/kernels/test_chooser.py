@@ -8,7 +8,15 @@ import pytest
 from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.base.attention_call import AttentionCall
-from mjax.kernels.base.chooser import MOST_SCRATCH, NO_GPU, RULES, Device, believed, this_device
+from mjax.kernels.base.chooser import (
+    MOST_SCRATCH,
+    NO_GPU,
+    RULES,
+    SPARED_SCRATCH,
+    Device,
+    believed,
+    this_device,
+)
 from mjax.kernels.base.device_facts import rounded_memory
 from mjax.plan.kernel_lines import (
     attention_choices,
@@ -85,7 +93,8 @@ TABLE = [
     # 88 rows of 512 answers, that an H200 ran out of memory with: 22.4 GiB beside the step's own.
     ("attention", "bfloat16", (88, 512, 4, 64), HOPPER, {"call": MANY}, "mosaic", "24 GB for 512"),
     ("attention", "bfloat16", (88, 512, 4, 64), GPU, {"call": MANY}, "xla", "24 GB for 512"),
-    ("attention", "bfloat16", (1, 8192, 32, 128), HOPPER, {"call": FEW}, "cudnn", "no faster"),
+    ("attention", "bfloat16", (1, 8192, 32, 128), HOPPER, {"call": FEW}, "mosaic", "2 GB for 16"),
+    ("attention", "bfloat16", (1, 2048, 32, 128), HOPPER, {"call": FEW}, "cudnn", "no faster"),
     ("attention", "bfloat16", (8, 8192, 32, 128), GPU, {"call": FEW}, "cudnn", "no faster"),
     ("attention", "bfloat16", Q, CPU, {"call": NEAR}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
@@ -292,8 +301,8 @@ def test_a_plan_says_from_how_many_documents_on_attention_gets_another_kernel():
     keys += ["data.seq_length=8192", "model.max_position_embeddings=8192", "mesh.dp=1"]
     keys += ["train.micro_batch_size=1", "train.global_batch_size=1", "precision.compute=bfloat16"]
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
-    bound = 1 << (MOST_SCRATCH // (4 * 8192 * 32 * (128 + 1))).bit_length() - 1
-    for device, name in (HOPPER, "mosaic"), (GPU, "xla"):
+    for device, name, most in (HOPPER, "mosaic", SPARED_SCRATCH), (GPU, "xla", MOST_SCRATCH):
+        bound = 1 << (most // (4 * 8192 * 32 * (128 + 1))).bit_length() - 1
         with believed(device):
             (line,) = document_lines(load(None, keys), sizes)
             assert f": {name}, because" in line

@@ -18,7 +18,7 @@ from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.triton_interpreter import interpret
 
 # Sizes that fill no tile, that fill some, that are odd.
@@ -247,9 +247,17 @@ CURRENT_PASSES = {"quantize_transposed": 2, "gate_tops": 2}
 
 @pytest.mark.parametrize(
     "dtype, act, kernel, recipe",
-    [("float32", "silu", False, Delayed()), ("float32", "gelu_tanh", True, Delayed())]
-    + [("bfloat16", "gelu_tanh", False, Delayed()), ("bfloat16", "silu", True, Delayed())]
-    + [("float32", "silu", True, Current()), ("bfloat16", "silu", False, Current())],
+    quick(
+        [
+            ("float32", "silu", False, Delayed()),
+            ("float32", "gelu_tanh", True, Delayed()),
+            ("bfloat16", "gelu_tanh", False, Delayed()),
+            ("bfloat16", "silu", True, Delayed()),
+            ("float32", "silu", True, Current()),
+            ("bfloat16", "silu", False, Current()),
+        ],
+        *(1, 5),
+    ),
 )
 def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel, recipe):
     """Which computes in fp32 and is rounded once."""

@@ -172,7 +172,7 @@ def assert_near(got: jax.Array, right: np.ndarray, bound: float = 4e-6) -> None:
     np.testing.assert_allclose(got, right, rtol=0, atol=bound * np.abs(right).max())
 
 
-@pytest.mark.parametrize("name", quick(CASES, 1, 3, 4, 5))
+@pytest.mark.parametrize("name", quick(CASES, 4, 5))
 def test_the_reference_equals_fp64(name):
     case = CASES[name]
     made = drawn(case, np.random.default_rng(len(name)))

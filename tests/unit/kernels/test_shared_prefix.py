@@ -9,6 +9,7 @@ from mjax.kernels.attention import shared_prefix
 from mjax.kernels.attention.api import attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall, SharedKeys
 from mjax.kernels.base.chooser import Device, choose
+from tests.marks import slow
 
 # Rows of blocks: (tokens, segment, prefix).
 ROWS = [
@@ -89,6 +90,7 @@ def stand_in_backward(q, k, v, bias, packing, out, lse, d_out, call):
     return [jnp.asarray(x, q.dtype) for x in found]
 
 
+@slow
 def test_two_calls_merge_to_one_softmax(monkeypatch):
     """What no run has is not a number in the stand-in's results, as it may be in cuDNN's."""
     monkeypatch.setattr(shared_prefix, "bind_forward", stand_in_forward)

@@ -23,6 +23,7 @@ from mjax.plan.hlo_collectives import exchange_lines, read_exchanges
 from mjax.run import dry_run as dry_run_module
 from mjax.run.dry_run import dry_run
 from mjax.train.__main__ import main
+from tests.marks import slow
 
 LLAMA = "configs/models/llama3_8b.yaml"
 
@@ -47,6 +48,7 @@ def test_a_plan_is_that_of_the_described_devices():
     assert "not measured" not in text and "between nodes" not in text
 
 
+@slow
 def test_auto_is_decided_by_the_memory_of_the_described_device():
     assert "optimizer.offload=true" in plan("h200:1", "train.global_batch_size=8")
     mesh = plan("h100:64", "mesh=auto", "model.num_hidden_layers=4")

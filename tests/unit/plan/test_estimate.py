@@ -8,6 +8,7 @@ import pytest
 from mjax.config import load
 from mjax.run.dry_run import dry_run, memory_per_device
 from mjax.train import Trainer
+from tests.marks import slow
 
 OVERRIDES = [
     "model.vocab_size=256",
@@ -22,6 +23,7 @@ OVERRIDES = [
 ]
 
 
+@slow
 def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "init", lambda self: pytest.fail("state was made"))
     monkeypatch.setattr(Trainer, "step", lambda self, batch: pytest.fail("a step was run"))

@@ -12,7 +12,7 @@ from mjax.plan.activations import kept
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device
 from mjax.run.dry_run import dry_run
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 LLAMA = "configs/models/llama3_8b.yaml"
 SPECS = definition_of(load(LLAMA, []).model).specs
@@ -176,6 +176,7 @@ def test_auto_sends_no_more_than_matmul_outputs_through_a_pipeline_s_stash():
     assert choose_memory_policy(cfg, 4, 1e15, SPECS)[0].train.remat == "dots"
 
 
+@slow
 def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     overrides = [
         "model.vocab_size=256",

@@ -77,6 +77,7 @@ def test_dead_parts_go_first_and_the_model_stays_the_same(run, monkeypatch, caps
     np.testing.assert_allclose(jax.jit(exported.model)(tokens), expected, atol=2e-2)
 
 
+@slow
 def test_entries_of_the_stream_that_nothing_reads_go_first(run, monkeypatch):
     """And every array that is left has the bits of its part."""
     definition, params = with_dead_parts()
@@ -117,6 +118,7 @@ OTHERS = {
 }
 
 
+@slow
 @pytest.mark.parametrize("pattern", quick(OTHERS, 0))
 def test_width_and_depth_of_other_layers(pattern):
     """Their own inner sizes stay."""

@@ -118,6 +118,7 @@ def checked(engine: Engine, *each: SamplingParams, prompt=PROMPT) -> None:
     at_rest(engine)
 
 
+@slow
 def test_texts_tokens_and_logprobs_are_the_engines(engine):
     sampled = {"temperature": 1.0, "seed": 7, "max_tokens": 30}
     checked(
