@@ -47,6 +47,7 @@ def test_a_deterministic_program_has_no_atomic_sums_and_each_attention_says_so()
     assert len(calls) == 2 and are_marked(calls)
 
 
+@exhaustive
 def test_the_batch_invariant_mode_says_so_of_each_attention():
     keys = "model.vocab_size=512", "model.hidden_size=256", "model.intermediate_size=512"
     invariant = "train.objective=policy", "reinforce.engine.batch_invariant=true"

@@ -27,6 +27,7 @@ def calls(text: str) -> Counter:
     )
 
 
+@exhaustive
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_a_gate_has_one_call(monkeypatch, compute):
     text = compiled(monkeypatch, f"precision.compute={compute}")

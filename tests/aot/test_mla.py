@@ -35,6 +35,7 @@ MESHES = {
 }
 
 
+@exhaustive
 @pytest.mark.parametrize("name", MESHES)
 def test_cudnn_computes_unlike_heads(name):
     made = compile_step("configs/models/llama3_8b.yaml", *DEEPSEEK_V2_LITE, *MESHES[name])

@@ -44,6 +44,7 @@ def test_a_leaf_is_updated_in_one_pass(overrides, kind, batch):
     assert not any("u32" in kinds for kinds in large(made.text))
 
 
+@exhaustive
 @pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_stacks_are_updated_where_they_lie(batch):

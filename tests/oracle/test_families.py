@@ -160,6 +160,7 @@ def test_damage_is_named(tmp_path):
         from_pretrained(damaged)
 
 
+@pytest.mark.grid
 def test_greedy_decode_equals_generate(hf):
     """64 tokens each for prompts of unequal lengths, which they pad on the left."""
     _, theirs, folder = hf

@@ -26,7 +26,7 @@ from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import parallel_of_run
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.tiny import TINY
 
 EP, HELD, T, D = 4, 2, 16, 6
@@ -144,7 +144,7 @@ def test_the_bytes_that_travel_decide_in_the_plan_as_in_the_step(monkeypatch):
         assert (exchange.route_of(x, None, None, cfg.model.moe, ctx) or "all_gather") == name
 
 
-@slow
+@exhaustive
 def test_the_log_has_the_share_of_exchanges_that_gathered():
     """A router of zeros sends all tokens to the first experts, which no all-to-all has room for."""
     trainer = make_trainer("experts", Cell({"ep": 4}, 1, 2), "train.expert_exchange=all_to_all")

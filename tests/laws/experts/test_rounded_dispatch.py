@@ -212,7 +212,7 @@ MESHES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("cell, feature, key", MESHES)
 def test_training_agrees_on_meshes(cell, feature, key):
     """Weights that differ by 1e-7 give gradients that differ by 5e-4 on one device, too: a value

@@ -13,7 +13,7 @@ from mjax.models.moe.sinkhorn import sinkhorn, sinkhorn_experts
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_capacity import model
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 
 TRAINING = Context(training=Training(dropout=True))
 
@@ -67,7 +67,7 @@ def test_jitter_is_uniform_of_each_token_and_off_outside_training():
 ONE_LAYER = ["model.num_hidden_layers=1", "model.layer_pattern=E"]
 
 
-@slow
+@exhaustive
 @pytest.mark.slow
 def test_evaluation_has_neither():
     batch = make_batch(24)

@@ -110,7 +110,7 @@ def test_another_master_dtype_is_refused_in_one_line(tmp_path):
         other.restore()
 
 
-@slow
+@exhaustive
 def test_bf16_masters_are_read_as_weights(tmp_path):
     """By what exports, generates and starts other runs: exactly, in any dtype."""
     low = [*LOW[:1], "optimizer.stochastic_rounding=true"]

@@ -13,7 +13,7 @@ import pytest
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.processes.fake_devices import usual_fusions
 from mjax.train import programs
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 COLLECTIVE = re.compile(
     r" (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\("
@@ -42,7 +42,7 @@ def test_the_law_can_fail(monkeypatch):
     assert independent(make_trainer("dense", Cell(PIPELINE, 1, 1, 24)).lower().compile().as_text())
 
 
-@slow
+@exhaustive
 def test_the_order_changes_no_bit(monkeypatch):
     """Of a mesh whose collectives are of one kind, so that it ends without the order too."""
     ordered, free = (make_trainer("biases", Cell({"dp": 2}, 1, 2, 24)) for _ in range(2))

@@ -30,6 +30,7 @@ def agrees(feature: str, layers: int, where: Cell, *overrides: str) -> None:
     assert holds(record), record
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "name,layers,pp,v,m,more",
     quick(

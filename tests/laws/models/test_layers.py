@@ -108,7 +108,7 @@ def test_a_sum_takes_gradients_unrounded(more, exact):
     assert short.mean() < 0.05 if exact else short.all()
 
 
-@slow
+@exhaustive
 def test_hidden_exchanges_change_no_bit(monkeypatch):
     """In bf16, where another order of roundings would show."""
     keys = UNROLLED, "train.remat=none", "precision.compute=bfloat16"

@@ -16,6 +16,7 @@ from tests.laws.models.test_clip import CLIP
 from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_tiles import TILED
 from tests.laws.run.test_image_data import BROKEN, BYTES, config, texts, write
+from tests.marks import exhaustive
 
 
 def best_fit(costs: list[int], room: int) -> list[list[int]]:
@@ -56,7 +57,7 @@ def of(kind, path, *keys):
     return texts if kind is ImageTextDataset else kind(texts, None), cfg
 
 
-@pytest.mark.slow
+@exhaustive
 def test_packed_texts_have_the_loss_and_gradients_of_texts_apart(tmp_path, caplog):
     """One of them has a broken image, and is in neither."""
     path = write(tmp_path, "tar", texts())

@@ -20,7 +20,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.retrieval.chunked_attention import beside_neighbors
 from mjax.prove import Cell, make_batch, make_companions, make_trainer
 from tests.generation import complete
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 M, NEIGHBORS, R, S = 4, 2, 8, 16  # of a chunk; of neighbors a chunk, of one; of a row
 CHUNKS = S // M
@@ -156,7 +156,7 @@ def test_no_token_reads_one_behind_it_by_way_of_the_neighbors():
         assert moved[column] > 1e-4
 
 
-@slow
+@exhaustive
 def test_padding_and_missing_neighbors_count_for_nothing():
     """Layers that read nothing add nothing, whatever they are; their gradients are zero."""
     _, model = make()

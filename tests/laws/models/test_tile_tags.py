@@ -210,7 +210,7 @@ def test_loss_and_gradients_with_tags_are_the_same_on_meshes(data, cell, keys, o
     assert deviation(numbers(data, cell, *keys), one) <= 1e-5
 
 
-@slow
+@exhaustive
 def test_the_loss_is_that_of_answers_alone_from_a_forward_pass(data):
     """No tag, no tile and nothing before an answer counts; tags are read."""
     batch = batch_of(data, TEXT)

@@ -27,7 +27,7 @@ from mjax.run.monitor import goodput, log_writer, metrics, trackers
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.processes import start_process, wait_until
 from tests.tiny import TINY
 
@@ -112,7 +112,7 @@ def test_a_second_job_of_two_processes_ends_in_both(tmp_path):
         assert "trains in this folder" in (tmp_path / f"x.{i}").read_text()
 
 
-@slow
+@exhaustive
 def test_what_changed_since_the_checkpoint_is_a_line_and_an_event(tmp_path, capfd):
     run(tmp_path, "train.steps=2")
     capfd.readouterr()
@@ -125,7 +125,7 @@ def test_what_changed_since_the_checkpoint_is_a_line_and_an_event(tmp_path, capf
     assert events(tmp_path) == [resumed, line]  # nothing left to train
 
 
-@slow
+@exhaustive
 def test_a_start_that_trains_nothing_changes_nothing(tmp_path):
     run(tmp_path, "train.steps=2")
 
@@ -151,7 +151,7 @@ def test_a_start_that_trains_nothing_changes_nothing(tmp_path):
     assert len(losses(tmp_path)) == 1 and (tmp_path / "checkpoints.old-1" / "2").is_dir()
 
 
-@slow
+@exhaustive
 def test_a_run_that_lost_its_folder_to_another_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT", 0.05)
     step = Trainer.step
@@ -221,7 +221,7 @@ def break_saves(monkeypatch, *numbers) -> None:
     monkeypatch.setattr(Trainer, "save", sometimes)
 
 
-@slow
+@exhaustive
 def test_old_steps_that_cannot_be_removed_cost_no_new_one(tmp_path, monkeypatch):
     refused = []
 
@@ -240,7 +240,7 @@ def test_old_steps_that_cannot_be_removed_cost_no_new_one(tmp_path, monkeypatch)
     assert refused and steps(tmp_path) == ["2", "4", "6"]
 
 
-@slow
+@exhaustive
 def test_a_failed_save_costs_nothing_if_the_next_one_works(tmp_path, unbroken, monkeypatch):
     break_saves(monkeypatch, 2)
     run(tmp_path, "train.steps=6", "checkpoint.interval=2")
@@ -267,14 +267,14 @@ def test_too_many_failed_saves_in_a_row_end_the_run(tmp_path, monkeypatch, limit
     assert steps(tmp_path) == ["2"]
 
 
-@slow
+@exhaustive
 def test_failed_saves_with_one_that_works_between_do_not_end_the_run(tmp_path, monkeypatch):
     break_saves(monkeypatch, 1, 3)
     run(tmp_path, "train.steps=8", "checkpoint.interval=2", "checkpoint.max_failed_saves=2")
     assert len(events(tmp_path)) == 2 and steps(tmp_path) == ["4", "8"]
 
 
-@slow
+@exhaustive
 def test_the_last_save_is_tried_again(tmp_path, unbroken, monkeypatch):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
     break_saves(monkeypatch, 3, 4)
@@ -308,7 +308,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_no_failed_save(
     assert (tmp_path / "run.lock").read_bytes() == b"", "the folder is free"
 
 
-@slow
+@exhaustive
 def test_weights_that_are_not_finite_after_a_failed_save_end_the_run_alike(tmp_path, monkeypatch):
     cfg = load(None, [*TINY, f"run.dir={tmp_path}"])
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
@@ -375,7 +375,7 @@ def test_a_full_disk_is_said_in_lines_and_loses_nothing_if_room_comes(
     assert logged == sorted(set(logged))
 
 
-@slow
+@exhaustive
 def test_a_folder_that_may_be_written_no_more_ends_in_one_line(tmp_path):
     folder, wrapper = tmp_path / "run", ()
     if os.geteuid() == 0:  # whom permissions do not stop
@@ -438,7 +438,7 @@ def test_data_that_changes_under_a_run_ends_it_in_a_line_with_its_state_saved(
 # ---- clocks ----------------------------------------------------------------------------------
 
 
-@slow
+@exhaustive
 def test_a_clock_that_jumps_changes_no_step_and_no_checkpoint(tmp_path, unbroken, monkeypatch):
     jumps, now, step = {2: 1e6, 4: -3600.0, 5: 0.0}, time.time, Trainer.step
     offset = [0.0]

@@ -16,7 +16,7 @@ from mjax.run.evaluation import loss_of_split
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.laws.run.test_failures import records
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 from tests.unit.data.test_loader import corpus
 
@@ -66,7 +66,7 @@ def test_the_test_is_megatrons_third_split(tmp_path):
     np.testing.assert_array_equal(got.batch(range(8))["tokens"], want.batch(range(8))["tokens"])
 
 
-@slow
+@exhaustive
 def test_sets_of_text_are_tokenized_as_the_training_text_is(tmp_path, capsys):
     for name in ("train", "more"):
         words = [f"{name} {i} text of a line, and then some words\n" for i in range(400)]

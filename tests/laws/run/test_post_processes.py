@@ -149,6 +149,7 @@ def test_a_run_of_two_processes_of_which_one_is_killed_is_that_of_one(tmp_path, 
     assert last[0] == last[1] and "reward" in last[0]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
@@ -162,6 +163,7 @@ def test_an_error_in_the_environment_of_one_process_ends_all_with_its_line(tmp_p
     require_line_of_all(tmp_path / "run", begin(tmp_path / "run", 2, *keys), line)
 
 
+@exhaustive
 def test_processes_of_which_one_reads_another_token_say_so(tmp_path):
     """The answer ends in one of them alone, so the other would wait for its part of a step."""
     keys = "reinforce.environment_args={device_errs: true}", "train.step_timeout_minutes=60"

@@ -11,7 +11,7 @@ from mjax.config import load
 from mjax.run.loop import train
 from mjax.run.monitor import profile
 from mjax.sharding.mesh import make_mesh
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.tiny import TINY
 
 BASE = [*TINY, "train.steps=12", "checkpoint.interval=null"]
@@ -56,7 +56,7 @@ def test_the_steps_of_the_key_and_the_next_ones_on_a_signal_are_traced(tmp_path,
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-@slow
+@exhaustive
 def test_a_profile_ends_with_its_run(tmp_path):
     events, _ = run(tmp_path / "run", "log.profile_steps=[11,20]")
     (name,) = traces(tmp_path / "run")

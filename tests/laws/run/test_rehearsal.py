@@ -76,7 +76,7 @@ def restarted(folder, *keys) -> tuple[float, str, list[str]]:
     return time.time() - began, err, restarts
 
 
-@slow
+@exhaustive
 def test_death_is_followed_by_a_restart_whose_time_is_lost(tmp_path):
     folder = tmp_path / "run"
     whole, err, restarts = restarted(folder, "run.rehearse=[die@12]")

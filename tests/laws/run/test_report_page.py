@@ -13,7 +13,7 @@ from mjax.config import load
 from mjax.report import __main__ as cli
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.processes import start_process
 from tests.tiny import TINY
 
@@ -127,7 +127,7 @@ def backgrounds(page):
     return [body, *(tuple(canvas.evaluate(corner)) for canvas in canvases)]
 
 
-@slow
+@exhaustive
 def test_page_and_charts_follow_the_theme_of_the_browser_and_print_light(tmp_path):
     pytest.importorskip("bokeh", reason="needs the extra `report`")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `clients`")

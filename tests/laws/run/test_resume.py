@@ -19,7 +19,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
 from tests.batches import stream_hash
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.processes import start_process
 
 STEPS = 8
@@ -108,7 +108,7 @@ def test_the_mesh_may_change_in_between(unbroken, half, tmp_path, monkeypatch, d
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), got, params)
 
 
-@slow
+@exhaustive
 def test_held_out_loss_is_of_the_same_batches_every_time(tmp_path, monkeypatch):
     rest = ["train.eval_interval=2", "train.eval_steps=2", "schedule.lr=0", "train.steps=4"]
     run(monkeypatch, tmp_path, *rest)
@@ -118,7 +118,7 @@ def test_held_out_loss_is_of_the_same_batches_every_time(tmp_path, monkeypatch):
     assert held_out[0][1:] == held_out[1][1:] and held_out[0][2] == 2 * 8 * 16
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("end", ["train.steps=4", "train.max_minutes=1e-6"])
 def test_a_step_is_evaluated_before_it_is_saved_and_carries_its_loss(tmp_path, monkeypatch, end):
     every = 2 if "steps" in end else 1
@@ -132,7 +132,7 @@ def test_a_step_is_evaluated_before_it_is_saved_and_carries_its_loss(tmp_path, m
     assert sorted(logged) == ([2, 4] if every == 2 else [1])
 
 
-@slow
+@exhaustive
 def test_tokens_and_wall_time_end_a_run_with_a_checkpoint(tmp_path, monkeypatch):
     assert final_step(config(tmp_path, "train.steps=100", "train.max_tokens=385")) == 4
     assert final_step(config(tmp_path, "train.steps=3", "train.max_tokens=385")) == 3
@@ -179,7 +179,7 @@ def test_resume_never_and_require_mean_what_they_say(tmp_path, monkeypatch):
     assert [step for step, *_ in losses(tmp_path)] == [1, 2, 3, 4]
 
 
-@slow
+@exhaustive
 def test_another_architecture_is_refused_and_the_run_folder_left_alone(tmp_path, monkeypatch):
     run(monkeypatch, tmp_path, "train.steps=3")
     before = (tmp_path / "config.yaml").read_text()

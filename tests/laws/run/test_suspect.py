@@ -97,14 +97,14 @@ def test_weights_go_back_to_the_newest_checkpoint(tmp_path, run):
     assert f"the weights are those of {tmp_path}/checkpoints/2" in line
 
 
-@slow
+@exhaustive
 def test_too_many_suspect_steps_end_the_run(tmp_path, run):
     bad = "run.rehearse=[nan@3, nan@4, nan@5]"
     with pytest.raises(NonFiniteLoss, match=r"step 5: .* number 3 in 100 steps: .* samples 16 to"):
         run(tmp_path, "train.on_suspect=skip", "train.max_suspects=2", bad)
 
 
-@slow
+@exhaustive
 def test_a_step_above_the_limit_without_a_token_or_behind_a_closed_gate_changes_nothing(tmp_path):
     cfg = config(tmp_path)
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))

@@ -115,7 +115,7 @@ def test_tokens_are_those_without_drafts(kind, monkeypatch):
     assert_same(plain, served(emptied(given), asks()))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}])
 def test_lanes_and_cut_heads_verify_as_one_device_does(mesh, monkeypatch):
     plain = served(engine("keys and values"), asks())

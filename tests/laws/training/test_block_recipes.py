@@ -83,7 +83,7 @@ def test_meshes_agree_on_blocks_of_experts(cell, feature):
     agree(first_step("block128", cell, *EXPERTS, feature=feature), want)
 
 
-@slow
+@exhaustive
 def test_experts_are_rounded_where_bf16_would_loop_over_them(monkeypatch):
     want = one_device("block128", *EXPERTS, feature="experts")
     choose_for(monkeypatch, GPU, "experts")

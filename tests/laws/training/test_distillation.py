@@ -283,7 +283,7 @@ def test_stored_tokens_of_a_teacher_go_on_at_another_dp_and_name_what_is_wrong(t
         Trainer(load(None, load_objective), devices=jax.devices()[:1])
 
 
-@slow
+@exhaustive
 def test_a_teacher_s_vocabulary_may_go_on_where_the_student_s_ends(tmp_path):
     """The loss is that of the teacher's logits of the tokens that both have, on two devices."""
     text = [" ".join(f"{word}{word}s" for word in ("tree", "leaf", "root", "bark"))]

@@ -12,7 +12,7 @@ from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.chats import chat_config, turns, write_lines
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.1, 12: 1.0}  # by the step
 
@@ -64,7 +64,7 @@ def test_a_run_stops_and_goes_on_where_more_is_allowed(start, tmp_path, capfd):
     assert "finished at step 12 of 12" in capfd.readouterr().out
 
 
-@slow
+@exhaustive
 def test_the_count_survives_a_stop_between_evaluations(start, tmp_path, capfd, monkeypatch):
     step = Trainer.step
 

@@ -281,7 +281,7 @@ def test_a_trainer_on_a_mesh_has_no_devices_for_an_engine(tmp_path):
         reinforce_batches(Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1])), {})
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     ("text", "keys"),
     [

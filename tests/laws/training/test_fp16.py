@@ -66,7 +66,7 @@ def test_recomputing_changes_nothing_beyond_rounding(remat):
     assert deviation(found, want) < GRADIENT_BOUND
 
 
-@slow
+@exhaustive
 def test_small_gradients_survive_by_the_scale_alone():
     """With a loss scale of 2^-10 most gradients are lost in fp16."""
 

@@ -184,7 +184,7 @@ def test_weights_rounded_where_they_are_stored_change_no_bit(monkeypatch, cell, 
     jax.tree.map(np.testing.assert_array_equal, now.state, trainer().state)
 
 
-@slow
+@exhaustive
 def test_it_rounds_and_what_is_skipped_does_not():
     exact, some, all_ = (
         one_device(*of)[1]
@@ -208,7 +208,7 @@ def train(trainer: Trainer, first: int, last: int) -> None:
         trainer.step(make_batch(ROWS, seed=i))
 
 
-@slow
+@exhaustive
 def test_a_run_in_two_pieces_is_the_unbroken_run_bit_for_bit(tmp_path):
     keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
     whole, resumed = (make_trainer("dense", Cell(), *keys) for _ in range(2))

@@ -47,6 +47,7 @@ def first_moments(trainer: Trainer) -> dict:
     return flatten_dict(canonical(trainer.storage, trainer.state["opt"]["mu"]), sep=".")
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "cell, more",
     quick(

@@ -165,7 +165,7 @@ def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys, 
     jax.tree.map(np.testing.assert_array_equal, base_of_run(begun), base_of_run(same[0]))
 
 
-@slow
+@exhaustive
 def test_principal_parts_add_up_to_the_weights(tmp_path):
     """The first step of PiSSA is that of the weights, and of their adapters each takes a part."""
     given = written_weights(tmp_path)

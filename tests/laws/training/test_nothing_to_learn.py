@@ -27,7 +27,7 @@ from tests.laws.models.test_llava import LLAVA
 from tests.laws.models.test_mimo import MIMO
 from tests.laws.models.test_vision import VIT
 from tests.laws.run.test_failures import events, losses, records, run, steps
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 WHOLE = "data.split=[1,0,0]"
 
@@ -245,7 +245,7 @@ def test_a_suspect_step_that_ends_a_run_keeps_the_state_and_names_its_samples(
     assert steps(tmp_path) == ["3"]
 
 
-@slow
+@exhaustive
 def test_a_run_that_changed_no_weight_says_so(tmp_path):
     run(tmp_path, "train.steps=2", "precision.compute=float16")
     assert "WARNING: none of 2 steps changed a weight" in events(tmp_path)[-1]

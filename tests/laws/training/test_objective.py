@@ -24,7 +24,7 @@ from mjax.run.evaluation import HeldOut
 from mjax.run.loop import train
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 HIDDEN = 250  # the id that takes the place of a hidden token
 NAME = f"train.objective={__name__}:Denoise"
@@ -139,7 +139,7 @@ class WithCopy(Denoise):
         return losses | {"copy": jax.lax.stop_gradient(losses["loss"])}
 
 
-@slow
+@exhaustive
 def test_what_is_only_logged_moves_nothing():
     one = first_step("dense", Cell())
     both = first_step("dense", Cell(), NAME.replace("Denoise", "WithCopy"))

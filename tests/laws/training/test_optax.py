@@ -129,7 +129,7 @@ def test_moments_on_the_host_train_the_same_parameters_bit_for_bit(monkeypatch):
     assert kinds == {"pinned_host"}
 
 
-@slow
+@exhaustive
 def test_a_step_with_bad_numbers_leaves_the_state_alone():
     trainer = made(Cell({"dp": 2}, 1), "lion", "optimizer.clip_grad_norm=0")
     run(trainer, 1)

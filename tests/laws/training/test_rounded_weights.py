@@ -12,7 +12,7 @@ from mjax.interop.quantized.schemes import SCHEMES
 from mjax.models import definition_of
 from mjax.prove import Cell, make_trainer, measure
 from tests.laws.training.test_fp8 import agree, first_step, one_device
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 WIDE = (
     "precision.weights=mxfp4",
@@ -39,7 +39,7 @@ def test_meshes_agree_on_rounded_weights(cell, feature):
     )
 
 
-@slow
+@exhaustive
 def test_a_step_reads_the_numbers_that_quantize_writes(tmp_path):
     """Loss and gradients are those of a run whose weights are the numbers of the folder."""
     model = ("model.model_type=qwen3", "model.attention.qk_norm=true")

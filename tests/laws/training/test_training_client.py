@@ -165,7 +165,7 @@ def _with_an_endless_figure(scores, fields):
     return -scores.log_p, {"figure": jnp.full_like(scores.log_p, -jnp.inf)}
 
 
-@slow
+@exhaustive
 def test_a_client_ends_as_a_run_does_where_losses_or_replicas_are_wrong(tmp_path):
     keys = "mesh.dp=2", "mesh.zero=0", "train.micro_batch_size=2", "train.check_replicas_interval=2"
     client = client_of(load(None, [*TINY, f"run.dir={tmp_path}", *keys]), 2)

@@ -19,7 +19,7 @@ from mjax.infer.engine import Engine
 from mjax.post.preferences.mock_answers import equal_answers, require_pairs
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 TINY = [
     "model.vocab_size=64",
@@ -122,7 +122,7 @@ def test_breakdown_adds_up_to_the_wall_time():
     assert matmul["backward"] == matmul["ms"] and matmul["forward"] == 0
 
 
-@slow
+@exhaustive
 def test_pairs_of_equal_documents_are_measured_with_their_reference():
     keys = "train.objective=preference", "schedule.lr=0.01", "preference.beta=1"
     record = train.measure_training(load(None, [*TINY, *keys]), steps=2, warmup=0, documents=2)
@@ -303,7 +303,7 @@ def test_data_path_is_measured(capsys):
     assert loader["tokens_per_second"] > 0 and loader["ms"] > 0
 
 
-@pytest.mark.slow
+@exhaustive
 def test_a_save_and_a_restore_are_measured(tmp_path, capsys):
     argv = ["--dir", str(tmp_path), "--steps=2", "mesh.dp=8", "mesh.zero=0"]
     assert checkpoint.main([*argv, *TINY]) == 0

@@ -20,7 +20,7 @@ from mjax.export import __main__ as command
 from mjax.export.artifact import Artifact, ArtifactError
 from mjax.models import build, split
 from tests.generation import made_ids
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 CFG = ModelConfig(
     vocab_size=251,
@@ -108,7 +108,7 @@ def test_the_process_above_could_not_have_used_mjax(tmp_path):
     assert "ImportError: mjax is blocked" in run(tmp_path).stderr
 
 
-@slow
+@exhaustive
 def test_every_bucket_gives_the_same_and_rows_beyond_it_follow(made, expected):
     artifact = Artifact(made[0])
     assert [artifact.generate([p], 20)[0] for p in PROMPTS] == expected  # 1x20 and 1x40

@@ -72,7 +72,7 @@ def test_defaults_stand_only_where_a_key_is_not_set(tmp_path):
     assert (short.train.eval_interval, short.schedule.warmup_steps) == (1, 0)
 
 
-@slow
+@exhaustive
 def test_keys_of_a_model_change_that_of_the_weights(base, tmp_path):
     folder, path = base
     keys = [f"checkpoint.init_from={folder}", f"data.conversations.path={path}"]
@@ -165,6 +165,7 @@ def test_the_best_of_steps_without_a_loss_is_one_line(base, tmp_path, monkeypatc
         exported(monkeypatch, f"{base[0]}@best", tmp_path / "out")
 
 
+@exhaustive
 @pytest.mark.parametrize("rows", quick(["padded", "longest"]))
 def test_rows_of_every_kind_train_alike(rows, base, tmp_path, monkeypatch):
     start, path = base

@@ -35,7 +35,7 @@ from mjax.serve.protocol.completion_request import CompletionRequest
 from mjax.serve.protocol.errors import ApiError
 from tests.adapters import drawn_adapters
 from tests.laws.serving.tiny import tiny_model
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.unit.infer.test_whole_prompts import encoder_decoder, llava, qwen_vl
 
 SIZES = {"tokenizer": "byte", "max_num_seqs": 2, "max_num_prefill_tokens": 16}
@@ -196,7 +196,7 @@ def test_embeddings_of_a_decoder_and_of_an_encoder(home, tmp_path):
         np.testing.assert_allclose(found, x.mean(1), rtol=0, atol=1e-5)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("make", [llava, encoder_decoder])
 def test_prompts_with_images_and_those_that_an_encoder_reads(make, tmp_path, monkeypatch):
     (definition, params, cfg), prompts, items = make()
@@ -235,7 +235,7 @@ def test_prompts_with_images_and_those_that_an_encoder_reads(make, tmp_path, mon
         assert (len(facts.image.tokens), facts.image.side, facts.image.channels) == (4, 8, 3)
 
 
-@slow
+@exhaustive
 def test_messages_with_pictures_of_any_size_say_what_the_engine_says(tmp_path, monkeypatch):
     """By a template that writes the token of an image itself, as Qwen's do."""
     (definition, params, cfg), _, _ = qwen_vl()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from tests.marks import slow
+from tests.marks import exhaustive
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the extra clients")
 from schemathesis import GenerationMode  # noqa: E402
@@ -17,7 +17,7 @@ STAND_STILL = {"/pause", "/sleep"}  # nothing would end after them
 FORM = {"message", "type", "param", "code"}
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_no_request_of_the_schema_or_against_it_fails_the_server(live, mode):
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
