@@ -75,7 +75,7 @@ def decide_execution(
     pipelined, zero = sizes["pp"] > 1, cfg.mesh.zero_stage
     layers = pipeline_slots(cfg) if pipelined else model_layers(cfg)
     micro_batches = count_micro_batches(cfg, sizes, rows)
-    unroll = _unroll(cfg, devices)
+    unroll = _unroll(cfg, devices, micro_batches > 1 and not pipelined)
     is_cut = _is_cut(cfg, sizes)
     keeps_all = not pipelined and all(plan.remat == "none" for plan in layers)
     can_overlap = devices.on_cpu or devices.copies_exchanges
@@ -239,16 +239,19 @@ def pipeline_slots(cfg: Config) -> tuple[LayerPlan, ...]:
     return tuple(plans)
 
 
-def _unroll(cfg: Config, devices: DeviceFacts) -> int:
+def _unroll(cfg: Config, devices: DeviceFacts, several: bool) -> int:
     """Layer groups in an iteration of the loop over layers; 0: no loop.
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
     without it GPUs are 5 to 18 % faster (docs/train/tuning.md). It compiles in proportion to the
-    layers, so CPUs, which run small models, keep the loop. Offloading needs one, too.
+    layers, so CPUs, which run small models, keep the loop. Offloading needs one, too. It
+    spares adapters the copies of their base in `several` micro-batches, and is no slower if layers
+    compute all again (`ParameterBytes.copies_of_base`; docs/lab/2026-12-01-scratch.md).
     """
     if cfg.train.unroll != "auto":
         return cfg.train.unroll
-    return 1 if devices.on_cpu or cfg.train.offload else 0
+    spares = several and cfg.train.remat == "full" and recipe_of(cfg.precision) is None
+    return 1 if devices.on_cpu or cfg.train.offload or (cfg.lora.rank and spares) else 0
 
 
 def _updates_rows(cfg: Config) -> bool:

@@ -352,10 +352,9 @@ class ParameterBytes:
         Unrolled layers need them, for no matmul reads a row of a stack. With a `recipe` only the
         8-bit forms are copied, which `masters` counts.
         """
-        execution = self.execution
-        several = execution.micro_batches > 1 or self._gathers_in_layers
-        is_copied = several and not execution.loops and execution.recipe is None
-        return self.count.held_rows if is_copied else 0.0
+        several = self.execution.micro_batches > 1 or self._gathers_in_layers
+        in_rows = not self.execution.loops and self.execution.recipe is None
+        return self.count.held_rows if several and in_rows else 0.0
 
     def transposed_weights(self) -> float:
         """The 8-bit form (`recipe`) for the backward, made once a step where layers are `apart`."""

@@ -57,8 +57,8 @@ def test_what_is_offloaded_is_in_host_memory(devices):
         ["train.remat=dots", "mesh.dp=4", "train.global_batch_size=8"],
         ["train.remat=full", "mesh.pp=2", "train.global_batch_size=4"],
         ["train.remat=dots", *UNEVEN, "train.global_batch_size=4"],
+        ["train.remat=full", "lora.rank=16", "train.unroll=0"],
         ["train.remat=full", "lora.rank=16"],
-        ["train.remat=full", "lora.rank=16", "train.unroll=1"],
         pytest.param(
             ["train.remat=full", "lora.rank=16", "precision.fp8=current"], marks=exhaustive
         ),

@@ -33,6 +33,22 @@ ROWS = {
         ["mesh.dp=4", "mesh.zero=0", *EIGHT],
         dict(micro_batches=8, unroll=0, apart=True, sums_in_matmuls=True, overlap=False),
     ),
+    "adapters, several, layers recompute all: a loop, which copies no base": (
+        ["mesh.dp=4", "mesh.zero=0", "lora.rank=4", "train.remat=full", *EIGHT],
+        dict(unroll=1, apart=False),
+    ),
+    "adapters in one micro-batch: no loop": (
+        ["mesh.dp=4", "mesh.zero=0", "lora.rank=4", "train.remat=full", *ONE],
+        dict(unroll=0, apart=True),
+    ),
+    "adapters whose layers keep products: no loop": (
+        ["mesh.dp=4", "mesh.zero=0", "lora.rank=4", "train.remat=dots", *EIGHT],
+        dict(unroll=0, apart=True),
+    ),
+    "adapters in a pipeline: no loop": (
+        ["mesh.pp=2", "mesh.dp=2", "lora.rank=4", "train.remat=full", *EIGHT],
+        dict(unroll=0),
+    ),
     "ZeRO-0, one micro-batch: nothing to sum": (
         ["mesh.dp=4", "mesh.zero=0", "train.remat=none", *ONE],
         dict(micro_batches=1, apart=True, sums_in_matmuls=False, overlap=False, gather="step"),
