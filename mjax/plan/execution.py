@@ -12,7 +12,7 @@ result (`models/runtime/execution.py`) and derive nothing themselves.
 |                                  | matmuls                       |                            |
 | ZeRO-2                           | as ZeRO-1                     | reduced after each of them |
 | ZeRO-3                           | gathered and reduced by each layer                         |
-| in a loop (CPUs, `train.unroll`) | stacks; sums are added after a micro-batch                 |
+| in a loop (`_unroll`)            | stacks; sums are added after a micro-batch                 |
 | pipeline                         | stacks; sums are added slot by slot                        |
 
 Without a loop AdamW takes the gradients of a layer as they are (`gradients_apart`), where our
@@ -75,7 +75,9 @@ def decide_execution(
     pipelined, zero = sizes["pp"] > 1, cfg.mesh.zero_stage
     layers = pipeline_slots(cfg) if pipelined else model_layers(cfg)
     micro_batches = count_micro_batches(cfg, sizes, rows)
-    unroll = _unroll(cfg, devices, micro_batches > 1 and not pipelined)
+    recipe = recipe_of(cfg.precision)
+    again = recipe is None and zero != 3 and all(plan.remat == "full" for plan in layers)
+    unroll = _unroll(cfg, devices, again and micro_batches > 1 and not pipelined)
     is_cut = _is_cut(cfg, sizes)
     keeps_all = not pipelined and all(plan.remat == "none" for plan in layers)
     can_overlap = devices.on_cpu or devices.copies_exchanges
@@ -86,7 +88,6 @@ def decide_execution(
     if zero == 2 and is_cut and micro_batches > 1:
         reduce = "micro_batch"
     apart = unroll == 0 and not pipelined
-    recipe = recipe_of(cfg.precision)
     names = cfg.precision.fp8_recipes
     skips_fp8 = recipe is not None and any(cfg.precision.fp8_left_out)
     return Execution(
@@ -239,19 +240,18 @@ def pipeline_slots(cfg: Config) -> tuple[LayerPlan, ...]:
     return tuple(plans)
 
 
-def _unroll(cfg: Config, devices: DeviceFacts, several: bool) -> int:
+def _unroll(cfg: Config, devices: DeviceFacts, again: bool) -> int:
     """Layer groups in an iteration of the loop over layers; 0: no loop.
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
     without it GPUs are 5 to 18 % faster (docs/train/tuning.md). It compiles in proportion to the
-    layers, so CPUs, which run small models, keep the loop. Offloading needs one, too. It
-    spares adapters the copies of their base in `several` micro-batches, and is no slower if layers
-    compute all again (`ParameterBytes.copies_of_base`; docs/lab/2026-12-01-scratch.md).
+    layers, so CPUs, which run small models, keep the loop. Offloading needs one, too. It copies no
+    base of adapters (`ParameterBytes.copies_of_base`), and is no slower where several micro-batches
+    compute all layers `again` (docs/lab/2026-12-01-scratch.md).
     """
     if cfg.train.unroll != "auto":
         return cfg.train.unroll
-    spares = several and cfg.train.remat == "full" and recipe_of(cfg.precision) is None
-    return 1 if devices.on_cpu or cfg.train.offload or (cfg.lora.rank and spares) else 0
+    return 1 if devices.on_cpu or cfg.train.offload or (cfg.lora.rank and again) else 0
 
 
 def _updates_rows(cfg: Config) -> bool:

@@ -367,7 +367,7 @@ class TrainConfig(Group):
     """How tokens reach experts over ep: all tokens to all devices, or each to those of its experts;
     auto: by ep, experts of a token and bytes (docs/models/moe.md)."""
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Layers in an iteration of the layer loop; 0: all; auto: most often all (tuning.md)."""
+    """Layers in an iteration of the layer loop; 0: all; auto: docs/train/tuning.md."""
     mtp_loss_scaling_factor: float = Field(0.1, ge=0)
     """Weight of the mean loss of model.num_nextn_predict_layers."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

@@ -68,7 +68,6 @@ ONE_LAYER = ["model.num_hidden_layers=1", "model.layer_pattern=E"]
 
 
 @exhaustive
-@pytest.mark.slow
 def test_evaluation_has_neither():
     batch = make_batch(24)
     off = ["model.moe.sinkhorn=false", "model.moe.router_jitter_noise=0.0"]

@@ -65,7 +65,6 @@ def test_evaluation_agrees():
     assert abs(float(total) - float(one)) <= 1e-5 * float(one)
 
 
-@exhaustive
 def test_auto_is_the_documented_rule():
     assert choose_exchange(4, True, Needs()) == "all_gather"
     assert choose_exchange(8, True, Needs()) == "ring"
@@ -77,6 +76,10 @@ def test_auto_is_the_documented_rule():
         assert choose_exchange(4, True, Needs((feature,), (feature,))) == "a2a"
     assert choose_exchange(8, False, Needs((PACKED, WINDOWS))) == "ring"
     assert choose_exchange(4, True, Needs(("full masks",))) == "all_gather"
+
+
+@exhaustive
+def test_the_rule_s_choice_equals_one_device():
     assert holds(compare("sinks", *cell(1, 8, 1, "auto"), TWO, steps=1))
 
 

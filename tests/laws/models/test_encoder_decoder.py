@@ -107,7 +107,6 @@ def test_flops_are_those_of_each_side():
     assert parts["attention"] == pytest.approx(12 * heads * head * scores)
 
 
-@slow
 @pytest.mark.parametrize("tp", quick([1, 2], 1))
 def test_greedy_tokens_are_those_of_whole_passes(tp):
     from mjax.config.rules.mesh_rules import AXES

@@ -274,7 +274,7 @@ def test_failed_saves_with_one_that_works_between_do_not_end_the_run(tmp_path, m
     assert len(events(tmp_path)) == 2 and steps(tmp_path) == ["4", "8"]
 
 
-@exhaustive
+@slow
 def test_the_last_save_is_tried_again(tmp_path, unbroken, monkeypatch):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
     break_saves(monkeypatch, 3, 4)

@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_local_step(
     assert not list(local.iterdir()), "nothing is left once run.dir holds the end"
 
 
-@exhaustive
+@slow
 def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     """Local newer, older, equal: local, run.dir, local, as Megatron-LM chooses."""
     folder, local = tmp_path / "run", tmp_path / "local"
@@ -105,7 +105,7 @@ def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     assert fresh.restore(4) == 4 and fresh.checkpoints.source is fresh.store
 
 
-@exhaustive
+@slow
 @pytest.mark.parametrize("damaged,source", quick([([7, 6], "checkpoints/4\n"), ([7], "/6\n")]))
 def test_damage_in_the_local_tier_costs_the_steps_it_held(
     tmp_path, unbroken, monkeypatch, capfd, caplog, damaged, source
@@ -135,7 +135,7 @@ def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken):
     same_end(folder, unbroken)
 
 
-@exhaustive
+@slow
 def test_local_steps_of_another_run_are_not_taken(tmp_path, monkeypatch):
     folder, local = tmp_path / "run", tmp_path / "local"
     run_killed(folder, local, monkeypatch, 3)

@@ -27,7 +27,7 @@ from tests.generation import complete
 from tests.laws.models import test_encoder_decoder as laws_of_t5
 from tests.laws.models import test_llava as laws_of_llava
 from tests.laws.models import test_qwen_vl as laws_of_qwen_vl
-from tests.marks import exhaustive, quick, slow
+from tests.marks import quick, slow
 
 IMAGE, NEW = 257, 140
 # Models of the laws of training, with weights that make tokens vary.
@@ -89,7 +89,7 @@ CASES += [(encoder_decoder, {"dp": 2, "tp": 2}), (qwen_vl, {}), (qwen_vl, {"dp":
 CASES += [(encoder_decoder, {"pp": 2}), (llava, {"pp": 2})]
 
 
-@exhaustive
+@slow
 @pytest.mark.parametrize("kind, sizes", quick(CASES, 0))
 def test_company_and_preemption_change_no_token(kind, sizes):
     """Each row alone, then all in a pool that has pages for two."""

@@ -107,7 +107,6 @@ def test_without_normalized_gates_it_is_near(tmp_path):
     assert scale_of_down(moe, 2) == 8 / 2 * 2 * 2 / 4  # expansion * granularity^2 / top-k
 
 
-@slow
 @pytest.mark.parametrize("mesh", quick([dict(ep=2, tp=2, pp=2), dict(dp=2, ep=2, tp=2)], 1))
 def test_every_mesh_upcycles_alike(tmp_path, mesh):
     weights = dense("model.layer_pattern=G")
