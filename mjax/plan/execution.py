@@ -76,8 +76,8 @@ def decide_execution(
     layers = pipeline_slots(cfg) if pipelined else model_layers(cfg)
     micro_batches = count_micro_batches(cfg, sizes, rows)
     recipe = recipe_of(cfg.precision)
-    again = recipe is None and zero != 3 and all(plan.remat == "full" for plan in layers)
-    unroll = _unroll(cfg, devices, again and micro_batches > 1 and not pipelined)
+    in_turn = micro_batches > 1 and not pipelined and zero != 3 and recipe is None
+    unroll = _unroll(cfg, devices, in_turn and all(plan.remat == "full" for plan in layers))
     is_cut = _is_cut(cfg, sizes)
     keeps_all = not pipelined and all(plan.remat == "none" for plan in layers)
     can_overlap = devices.on_cpu or devices.copies_exchanges
@@ -240,18 +240,18 @@ def pipeline_slots(cfg: Config) -> tuple[LayerPlan, ...]:
     return tuple(plans)
 
 
-def _unroll(cfg: Config, devices: DeviceFacts, again: bool) -> int:
+def _unroll(cfg: Config, devices: DeviceFacts, recomputes: bool) -> int:
     """Layer groups in an iteration of the loop over layers; 0: no loop.
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
     without it GPUs are 5 to 18 % faster (docs/train/tuning.md). It compiles in proportion to the
     layers, so CPUs, which run small models, keep the loop. Offloading needs one, too. It copies no
-    base of adapters (`ParameterBytes.copies_of_base`), and is no slower where several micro-batches
-    compute all layers `again` (docs/lab/2026-12-01-scratch.md).
+    base of adapters (`ParameterBytes.copies_of_base`), and is no slower where each of several
+    micro-batches recomputes all layers (`recomputes`; docs/lab/2026-12-01-scratch.md).
     """
     if cfg.train.unroll != "auto":
         return cfg.train.unroll
-    return 1 if devices.on_cpu or cfg.train.offload or (cfg.lora.rank and again) else 0
+    return 1 if devices.on_cpu or cfg.train.offload or (cfg.lora.rank and recomputes) else 0
 
 
 def _updates_rows(cfg: Config) -> bool:

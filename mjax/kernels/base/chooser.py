@@ -25,8 +25,8 @@ LATENT_HEADS = 576, 512  # its keys and values where these are a part of keys
 PAGES = (32, 64, 128, 256)  # tokens of a page: tiles of keys divide it
 SHORT_HEAD = 64  # of our attention of short rows
 SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
-# Bytes: cuDNN keeps a gradient of all queries of a row for each document. Ours keeps none.
-SPARED_SCRATCH, MOST_SCRATCH = 2**30, 2**32  # the most where ours could compute it; XLA's alone
+# Bytes: cuDNN's backward keeps a gradient of all queries of a row for each document. Beyond the
+SPARED_SCRATCH, MOST_SCRATCH = 2**30, 2**32  # first ours takes over, or XLA's beyond the second.
 SCRATCH_SHARE = 0.25  # of a device's memory: above it XLA's attention, though it is far slower
 QUERY_CHUNK = 1024  # queries whose scores XLA's attention holds at a time
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")

@@ -256,7 +256,8 @@ CURRENT_PASSES = {"quantize_transposed": 2, "gate_tops": 2}
             ("float32", "silu", True, Current()),
             ("bfloat16", "silu", False, Current()),
         ],
-        *(1, 5),
+        1,
+        5,
     ),
 )
 def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel, recipe):
