@@ -18,6 +18,7 @@ import pytest
 
 from mjax.sharding.processes.fake_devices import fake_devices
 from tests.processes import end_processes, end_processes_if_terminated
+from tests.programs import keep_programs
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt what they start
@@ -43,6 +44,8 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
     collect_ignore.append("oracle")  # needs the extra `oracle`
 
 
+if on_gpu == "0":
+    keep_programs()
 gc.set_threshold(20_000, 10, 10)  # tracing makes many small objects: a tenth less time
 
 AOT = Path(__file__).parent / "aot"

@@ -83,6 +83,7 @@ def test_host_moments_pass_through_the_device_slice_by_slice():
         assert re.search(rf"{op}\S* = \(+[^=]*S\(5\)[^=]*fusion-start", away.text), op
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("name", "args", "arrays"),
     [("sgd", "{momentum: 0.9}", 2), ("lion", "{}", 2), ("adabelief", "{}", 3)],

@@ -20,6 +20,7 @@ from mjax.errors import UserError  # noqa: E402
 from mjax.interop.pretrained import source_of  # noqa: E402
 from mjax.post.preference_batches import add_roles  # noqa: E402
 from mjax.train import Trainer  # noqa: E402
+from tests.marks import quick
 
 TINY = ["--compile", "no", "--steps", "2", "--warmup", "0", "train.freeze=[]"]
 TINY += ["train.global_batch_size=4", "train.micro_batch_size=2", "model.hidden_size=32"]
@@ -125,7 +126,7 @@ def test_the_reference_of_adapters_is_their_base():
 
 
 @pytest.mark.parametrize(
-    ("mode", "rank", "graphs"), [("model", 0, 2), ("layers", 0, 4), ("layers", 2, 5)]
+    ("mode", "rank", "graphs"), quick([("model", 0, 2), ("layers", 0, 4), ("layers", 2, 5)], 2)
 )
 def test_policy_and_reference_compile_to_few_graphs(mode, rank, graphs, compiled_eagerly, capsys):
     """One graph for each; apart, one for its layers and one for its log-probabilities.

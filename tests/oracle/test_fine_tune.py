@@ -18,6 +18,7 @@ from mjax.generate.__main__ import main as generate
 from mjax.interop.pretrained import source_of
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
+from tests.marks import quick
 from tests.oracle.families import MODELS
 
 FAMILIES = ["llama2", "qwen3", "gemma2"]
@@ -60,7 +61,7 @@ def make_folder(folder, family: str) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, 0))
 def test_a_fine_tuned_model_goes_back_to_transformers_whole(family, tmp_path, monkeypatch, capsys):
     hf, out, run = tmp_path / "hf", tmp_path / "out", tmp_path / "run"
     make_folder(hf, family)

@@ -15,6 +15,7 @@ from mjax import convert, from_pretrained
 from mjax.checkpoint.base.safetensors import open_folder
 from mjax.errors import UserError
 from mjax.interop.huggingface.float8 import quantize_rows
+from tests.marks import quick
 from tests.oracle import families
 
 pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors to check FP8")
@@ -184,7 +185,7 @@ def test_what_compressed_tensors_writes_is_read_with_its_numbers(strategy, tmp_p
 _WIDE = dict(hidden_size=256, intermediate_size=384, moe_intermediate_size=256, head_dim=64)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3_moe"])
+@pytest.mark.parametrize("name", quick(["mixtral", "qwen3_moe", "deepseek_v3_moe"], 2))
 def test_transformers_reads_experts_in_blocks(name, tmp_path, monkeypatch):
     """Its own dequantization of 128-blocks gives the logits of what we read; of several blocks."""
     if name == "qwen3_moe":

@@ -11,6 +11,7 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from tests.generation import made_ids
+from tests.marks import quick
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,
@@ -76,7 +77,7 @@ def given(ids: np.ndarray, images: np.ndarray) -> dict:
     return inputs | ({"pixel_values": pixels} if len(pixels) else {})
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("count", quick([0, 1, 2], 2))
 def test_logits_and_greedy_tokens(hf, count):
     theirs, folder = hf
     ours, (ids, images) = from_pretrained(folder), texts(count)

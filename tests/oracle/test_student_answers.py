@@ -19,6 +19,7 @@ from mjax.post.rollouts.transcript import OpenRollout
 from mjax.post.teacher import teacher_fields
 from mjax.prove import Cell, deviation, make_trainer
 from mjax.train.step import GRADIENTS
+from tests.marks import quick
 
 pytest.importorskip("trl")
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
@@ -38,7 +39,7 @@ def transcripts(vocab_size: int) -> list:
     return found
 
 
-@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.3, 1.0), (1.0, 1.3)])
+@pytest.mark.parametrize(("beta", "temperature"), quick([(0.0, 1.0), (0.3, 1.0), (1.0, 1.3)], 1))
 def test_loss_and_gradients_are_those_of_gkd(tmp_path, beta, temperature):
     keys = [
         f"distill.beta={beta}",

@@ -16,6 +16,7 @@ from mjax.interop.pretrained import from_pretrained
 from mjax.kernels.attention.relative_bias import buckets
 from mjax.sharding.mesh import make_mesh
 from tests.generation import made_ids
+from tests.marks import quick
 
 ROWS, SEQ, TARGET, VOCAB = 3, 40, 24, 256
 VERSIONS = {
@@ -145,7 +146,7 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
     assert verify(tmp_path / "ckpt", out, "float32") == 0
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", quick([1, 2], 0))
 def test_64_greedy_tokens_are_theirs(hf, tp):
     """Prompts of unequal lengths, which they pad on the right."""
     _, theirs, folder = hf

@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES))
 def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     record = compare("experts", Cell(mesh, zero, micro_batches), *MODELS[name], steps=1)

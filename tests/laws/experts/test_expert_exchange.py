@@ -26,7 +26,7 @@ from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import parallel_of_run
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 from tests.tiny import TINY
 
 EP, HELD, T, D = 4, 2, 16, 6
@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("feature,mesh,zero,micro_batches,room", quick(CASES, 1))
 def test_every_mesh_equals_one_device(feature, mesh, zero, micro_batches, room, monkeypatch):
     monkeypatch.setattr(exchange, "ROOM", room)

@@ -19,6 +19,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh,zero,micro_batches,layers", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, layers):
     cell = Cell(mesh, zero, micro_batches)

@@ -44,6 +44,7 @@ def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, 
     return Cell(mesh, zero, 2, cp_type=cp_type), group
 
 
+@exhaustive
 @pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases()))
 def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
     record = compare(feature, *cell(dp, cp, tp, cp_type), TWO, steps=1)

@@ -10,7 +10,7 @@ from mjax.optim import offload
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.processes.fake_devices import usual_fusions
 from mjax.train import Trainer
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 HOST = "optimizer.offload=true"
 LOW = ["precision.params=bfloat16", "optimizer.mu_dtype=bfloat16"]
@@ -67,7 +67,7 @@ def test_host_moments_train_the_same_parameters_bit_for_bit(cell, low):
     assert_same(there, here)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
 def test_checkpoints_do_not_depend_on_where_moments_live(tmp_path, first, second):
     """Saved on one mesh, where shards are padded, resumed there and on another."""
@@ -110,7 +110,7 @@ def test_another_master_dtype_is_refused_in_one_line(tmp_path):
         other.restore()
 
 
-@slow
+@exhaustive
 def test_bf16_masters_are_read_as_weights(tmp_path):
     """By what exports, generates and starts other runs: exactly, in any dtype."""
     low = [*LOW[:1], "optimizer.stochastic_rounding=true"]

@@ -11,7 +11,7 @@ from mjax.models.runtime import store
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
 from mjax.prove.__main__ import invariance_page
 from mjax.prove.features import NAMES
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 
 SAMPLE = [
     ("experts", Cell({"pp": 2, "ep": 2, "cp": 2}, 1, 3, cp_type="a2a")),
@@ -95,7 +95,7 @@ def test_parts_of_some_families_are_equal_on_a_mesh(keys):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_muon_takes_padded_shards():
     where = Cell({"dp": 4, "tp": 2}, 1, 2)
     record = compare("odd widths", where, "optimizer.name=muon", steps=3)

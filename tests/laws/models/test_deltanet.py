@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("mesh, more", quick(CASES))
 def test_meshes_agree_where_states_last(long_memory, mesh, more):
     """Loss, gradient norm and every gradient, of packed documents."""

@@ -51,7 +51,7 @@ def numbers(cell: Cell, batch: dict, *more: str) -> dict:
     return measured(make_trainer("bert", cell, *more), batch)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell",
     quick(

@@ -16,7 +16,7 @@ from mjax.run.evaluation import loss_of_split
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.laws.run.test_failures import records
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 from tests.tiny import TINY
 from tests.unit.data.test_loader import corpus
 
@@ -31,7 +31,7 @@ def run(folder, *keys) -> dict:
     return [r for r in records(folder) if "eval_loss" in r][-1]
 
 
-@slow
+@exhaustive
 def test_each_set_has_the_loss_that_it_has_as_the_only_one(tmp_path):
     a, b, c = (corpus(tmp_path / name, seed) for seed, name in enumerate("abc"))
     sets = f"data.eval_sets={{code: {b}, law: [{b}, {c}]}}"

@@ -69,7 +69,7 @@ def same_end(folder, unbroken) -> None:
     assert found == dict(losses(unbroken)) and steps(folder)[-1] == "8"
 
 
-@slow
+@exhaustive
 def test_a_run_that_was_killed_goes_on_from_its_newest_local_step(
     tmp_path, unbroken, monkeypatch, capfd
 ):

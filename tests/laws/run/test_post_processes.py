@@ -181,6 +181,7 @@ def require_line_of_all(folder, running, line, codes=frozenset([2]), start="mjax
         assert len(errors) == 1 and line in errors[0] and "Traceback" not in said
 
 
+@exhaustive
 def test_two_processes_write_the_teacher_s_tokens_of_one(tmp_path):
     teacher = write_teacher_folder(tmp_path / "teacher", load(None, OF_MOCK).model)
     keys = "train.steps=2", *MESH

@@ -68,7 +68,7 @@ def test_products_of_blackwell_train_alike_on_a_mesh(monkeypatch, recipe, more):
     agree(first_step(recipe, Cell({"tp": 2}, 0, 1), *more), want, 5e-3)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, feature",
     [

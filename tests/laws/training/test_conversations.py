@@ -13,7 +13,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.batches import stream_hash
 from tests.chats import chat_config, turns, write_lines
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 
 
 def records(count: int, longest: int, seed: int = 0) -> list[dict]:
@@ -119,7 +119,7 @@ def losses(folder) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-@slow
+@exhaustive
 def test_a_run_goes_on_at_another_dp_with_the_same_batches(tmp_path, monkeypatch):
     paths = [write_lines(tmp_path / f"{n}.jsonl", records(30, 12, n)) for n in range(2)]
     whole = run(monkeypatch, tmp_path / "a", paths, 1, "train.steps=6", "train.eval_interval=null")

@@ -44,7 +44,7 @@ def drawn(feature, cell):
     return trainer, make_batch(cell.rows, width=data.seq_length, target=data.target_length)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("feature,cell", quick(CELLS, 0), ids=[f"{f}, {c}" for f, c in CELLS])
 def test_norms_and_noise_are_those_of_one_device(feature, cell):
     got = figures(*drawn(feature, cell))

@@ -144,6 +144,7 @@ ON_MESHES = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize("cell", quick(ON_MESHES), ids=str)
 def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell):
     """Outputs of both models by `trace`; the matrices between them have gradients, too."""

@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_same_bits(monkeypatch, tmp_path, cell):
     assert other.step(make_batch(24, 4))["accepted"]
 
 
-@slow
+@exhaustive
 def test_checkpoints_of_other_dtypes_load_both_ways(tmp_path):
     plain = make_trainer("dense", Cell(), f"run.dir={tmp_path}")
     plain.step(make_batch(24, 1))

@@ -42,7 +42,7 @@ def distance(a: dict, b: dict) -> float:
     return float(np.sqrt(sum(p[0] for p in pairs) / sum(p[1] for p in pairs)))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "recipe, cell, more",
     quick(
@@ -208,7 +208,7 @@ def train(trainer: Trainer, first: int, last: int) -> None:
         trainer.step(make_batch(ROWS, seed=i))
 
 
-@slow
+@exhaustive
 def test_a_run_in_two_pieces_is_the_unbroken_run_bit_for_bit(tmp_path):
     keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
     whole, resumed = (make_trainer("dense", Cell(), *keys) for _ in range(2))

@@ -155,7 +155,7 @@ def test_the_program_holds_no_gradient_or_exchange_of_them(cell, more):
     assert not any(map(wide, frozen))
 
 
-@slow
+@exhaustive
 def test_a_run_resumes_and_another_choice_is_refused(tmp_path):
     keys = FREEZE, f"run.dir={tmp_path}"
     whole, resumed = (make_trainer("dense", Cell(), *keys) for _ in range(2))

@@ -160,7 +160,7 @@ def test_dropout_in_several_streams_does_not_depend_on_the_mesh(feature, cell):
     assert holds(record), record
 
 
-@slow
+@exhaustive
 def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
     trainer = make_trainer("dense", Cell({"dp": 2}, 1, 2), RANK, "lora.trained=[norm]")
     trainer.init()  # where b is zero
@@ -205,7 +205,7 @@ def test_the_program_holds_no_gradient_or_exchange_of_the_base(cell):
     assert not any(map(wide, found))
 
 
-@slow
+@exhaustive
 def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
     keys = RANK, f"run.dir={tmp_path}", "lora.trained=[norm]"
     cells = Cell({"dp": 4}, 3, 2), Cell({"tp": 2}, 1, 3)

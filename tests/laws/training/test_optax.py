@@ -44,7 +44,7 @@ def updated(name: str, cell: Cell, *overrides: str) -> dict:
     return updated_state(made(cell, name, *overrides), 3)
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", quick(BY_NAME, 1))
 def test_every_mesh_and_zero_stage_updates_alike(name):
     """Though shards are padded and pipelines store layers in another order.
@@ -95,7 +95,7 @@ def test_training_equals_one_device(name, cell):
     assert many.state["opt"]["count"] == 5
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", ["lion", "adagrad"])
 def test_resumed_is_unbroken_bit_for_bit_and_another_mesh_reads_the_same_state(tmp_path, name):
     where = [f"run.dir={tmp_path}"]

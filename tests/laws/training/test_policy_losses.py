@@ -397,6 +397,7 @@ def unpacked(batch: dict) -> dict:
 PACKED = [pytest.param(4, marks=slow), *(pytest.param(n, marks=exhaustive) for n in (0, 2))]
 
 
+@exhaustive
 @pytest.mark.parametrize("number", PACKED)
 def test_packing_changes_nothing(number):
     keys, cell = CASES[number], Cell()

@@ -109,6 +109,7 @@ KILLS = [pytest.param(2, [3, 12], marks=slow)]
 KILLS += [pytest.param(1, [*range(1, 21)], marks=exhaustive)]
 
 
+@exhaustive
 @pytest.mark.parametrize(("updates", "kills"), KILLS)
 def test_a_run_that_is_killed_in_rollouts_ends_with_the_bits_of_another(
     tmp_path, monkeypatch, updates, kills
@@ -208,7 +209,7 @@ def test_rollouts_go_on_over_steps_up_to_the_bound_and_no_further(tmp_path):
     assert max(r["staleness_max"] for r in figures(tmp_path)) == 1
 
 
-@slow
+@exhaustive
 def test_adapters_alone_are_handed_over_and_what_happens_is_seen(tmp_path):
     cfg = config(tmp_path, "lora.rank=8", "train.eval_interval=2", "train.eval_steps=2")
     run(cfg)

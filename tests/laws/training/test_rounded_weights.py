@@ -12,7 +12,7 @@ from mjax.interop.quantized.schemes import SCHEMES
 from mjax.models import definition_of
 from mjax.prove import Cell, make_trainer, measure
 from tests.laws.training.test_fp8 import agree, first_step, one_device
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 
 WIDE = (
     "precision.weights=mxfp4",
@@ -23,7 +23,7 @@ WIDE = (
 EXPERTS = (*WIDE, "model.moe.moe_intermediate_size=128")
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "cell, feature",
     [

@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_in_its_answers_ends_with_the_bits_of_another(
     assert drawn == [1, 0, 0, 1, 1, 1]
 
 
-@slow
+@exhaustive
 def test_a_mesh_learns_what_one_device_does(files, tmp_path):
     axes = "mesh.dp=2", "mesh.tp=2", "train.micro_batch_size=2"
     run(config(files, tmp_path / "one", steps=2))

@@ -86,7 +86,7 @@ def one(teacher):
     return jax.device_get(trainer_of(teacher, 1, *KEYS).run_program(GRADIENTS, make_batch(8)))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_teacher_on_its_own_devices_gives_the_losses_of_one_device(teacher, one, mesh):
     """Its mesh has other sizes of dp, tp and cp, and the student's rows lie on more devices."""

@@ -24,7 +24,7 @@ from mjax.generate import __main__ as generate
 from mjax.models import build, split
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -99,7 +99,7 @@ def fine_tune(folder: Path, steps: int, *overrides: str) -> None:
     train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("imported", quick([True, False], 0))
 def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     published, tmp_path, monkeypatch, capsys, imported

@@ -15,7 +15,7 @@ from mjax.data.loader import build_datasets, make_loader
 from mjax.data.mock import MockDataset
 from mjax.errors import UserError
 from tests.batches import stream_hash
-from tests.marks import slow
+from tests.marks import exhaustive
 
 
 def ramp(step):
@@ -127,7 +127,7 @@ def test_reading_a_corpus_does_not_import_jax():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@slow
+@exhaustive
 def test_the_benchmark_prints_json_lines():
     command = [sys.executable, "-m", "mjax.bench", "data", "--tokens", "2e5", "--seq-length", "64"]
     done = subprocess.run(command, capture_output=True, text=True)

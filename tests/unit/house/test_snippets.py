@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,11 @@ def wrong_calls(texts: dict[str, str], folder: Path) -> list[str]:
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     files = [str(folder / f"{name}.py") for name in texts]
-    # A cache that other runs share would name their files.
-    options = "--config-file", "pyproject.toml", "--cache-dir", str(folder / "cache")
+    # A copy of the repository's cache, if there is one: one that is shared would name our files.
+    shared, cache = ROOT / ".mypy_cache", folder / "cache"
+    if shared.is_dir():
+        shutil.copytree(shared, cache)
+    options = "--config-file", "pyproject.toml", "--cache-dir", str(cache)
     command = [sys.executable, "-m", "mypy", *options, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr

@@ -92,6 +92,7 @@ CASES_OF_GROUPS = [
 ]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("m", "k", "n", "sizes", "by_rows", "by_sums"),
     [

@@ -20,7 +20,7 @@ from mjax.post.reward import reward_defaults
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.chats import write_lines
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.tiny import TINY
 from tools.preference_pairs import main as preference_pairs
 from tools.preference_pairs import pairs, vowels
@@ -67,7 +67,7 @@ def last_of(folder: Path) -> dict:
     return [record for record in map(json.loads, lines) if "eval_loss" in record][-1]
 
 
-@slow
+@exhaustive
 def test_the_quickstart_goes_from_pairs_to_a_preference_and_to_a_reward_model(
     tmp_path, monkeypatch, capsys
 ):
