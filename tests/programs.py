@@ -8,6 +8,7 @@ XLA's collectives of several CPU devices may not survive (`tests/conftest.py`).
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import wraps
 
 from jax._src import compiler  # jax keeps no program whose function is gone
 
@@ -27,6 +28,7 @@ def kept(compile_and_load: Callable) -> Callable:
     """
     programs: OrderedDict[bytes, object] = OrderedDict()
 
+    @wraps(compile_and_load)
     def compile_or_take(backend, module, devices, options, host_callbacks):
         text = module.operation.get_asm(enable_debug_info=False)
         if host_callbacks or "callback" in text:

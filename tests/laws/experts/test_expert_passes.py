@@ -10,7 +10,7 @@ from mjax.models.moe.dispatch import make_dispatch
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.passes import Operands, experts_in_passes, pass_of, rows_of_pass
 from mjax.prove import Cell, compare, holds
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 D, F, HELD, EXPERTS, TOKENS = 12, 10, 4, 16, 40
 RNG = np.random.default_rng(0)
@@ -54,6 +54,7 @@ def sums_and_cotangents(rows: int, sums: bool, biased: bool, experts):
     return y, vjp(dy)[0]
 
 
+@slow
 @pytest.mark.grid
 @pytest.mark.parametrize("sums,biased", [(False, True), (True, False)])
 @pytest.mark.parametrize("name", ROUTINGS)

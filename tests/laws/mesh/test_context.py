@@ -24,7 +24,7 @@ from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.context import Context, Kernels
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 TWO = "model.num_hidden_layers=2"
 
@@ -66,6 +66,7 @@ def test_evaluation_agrees():
     assert abs(float(total) - float(one)) <= 1e-5 * float(one)
 
 
+@slow
 def test_auto_is_the_documented_rule():
     assert choose_exchange(4, True, Needs()) == "all_gather"
     assert choose_exchange(8, True, Needs()) == "ring"

@@ -28,7 +28,7 @@ from mjax.sharding.mesh import make_mesh, on_shards, parallel_of
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec
 from tests.adapters import drawn_adapters
-from tests.marks import quick
+from tests.marks import quick, slow
 
 IDS = np.random.default_rng(0).integers(1, 250, (4, 8), np.int32)
 ROWS = np.array([1, 0, 2, 1], np.int32)
@@ -106,6 +106,7 @@ def require_rows(found: jax.Array, feature: str, bound: float = 1e-6) -> None:
 FEATURES = "dense", "latent attention", "hybrid", "gated deltanet"
 
 
+@slow
 @pytest.mark.parametrize("feature", quick(FEATURES, 0, 1))
 def test_rows_have_the_numbers_of_their_adapters(feature):
     definition, params = together(feature)

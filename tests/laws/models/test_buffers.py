@@ -46,6 +46,7 @@ def test_a_buffer_is_initialized_updated_and_saved(monkeypatch, tmp_path, cell):
     assert set(trainer.state["buffers"]) == {"average", "fp8"}
 
 
+@slow
 def test_a_step_that_does_not_count_leaves_the_state(monkeypatch):
     declare(monkeypatch, average_of_loss(most=1.0))
     trainer = make_trainer("dense", Cell())

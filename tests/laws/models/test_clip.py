@@ -100,6 +100,7 @@ def test_loss_and_gradients_are_those_of_all_pairs_on_one_device(feature, cell, 
     assert deviation(found, wanted) <= 1e-5
 
 
+@slow
 def test_logits_are_never_those_of_all_pairs(monkeypatch):
     monkeypatch.setattr(contrastive, "LOGIT_ROWS", 8)
     cfg = load(None, [*CLIP, *MOCK])

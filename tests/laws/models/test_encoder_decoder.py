@@ -92,6 +92,7 @@ def test_a_packed_row_equals_its_documents_apart(positions):
     assert np.isfinite(packed).all()
 
 
+@slow
 def test_flops_are_those_of_each_side():
     cfg, _ = make()
     width, ffn, heads, head, seq, target = 32, 48, 4, 8, 20, 10
@@ -107,6 +108,7 @@ def test_flops_are_those_of_each_side():
     assert parts["attention"] == pytest.approx(12 * heads * head * scores)
 
 
+@slow
 @pytest.mark.parametrize("tp", quick([1, 2], 1))
 def test_greedy_tokens_are_those_of_whole_passes(tp):
     from mjax.config.rules.mesh_rules import AXES
@@ -206,6 +208,7 @@ def test_the_bias_is_the_same_a_chunk_of_queries_at_a_time(mask):
     np.testing.assert_allclose(d_mine, d_reference, atol=bound)
 
 
+@slow
 def test_a_stream_gives_each_step_other_spans():
     objective = make_trainer("t5", Cell(), "data.seq_length=64").objective
     tokens = np.random.default_rng(0).integers(2, 200, (4, 60)).astype(np.int32)

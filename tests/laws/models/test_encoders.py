@@ -104,6 +104,7 @@ def test_windows_to_both_sides_agree_on_padded_rows(monkeypatch, cell, pooling):
     assert deviation(found, one) <= 1e-5
 
 
+@slow
 def test_flops_of_windows_to_both_sides_are_those_of_the_keys_that_are_seen():
     """Of 1024 tokens 65 are seen to either side; a window of all tokens is full attention."""
     cfg = make_trainer("modernbert", Cell()).cfg.model

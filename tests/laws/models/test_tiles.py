@@ -149,6 +149,7 @@ def test_images_that_are_a_tile_each_are_llava_s_with_a_learned_token_behind_eac
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
 
 
+@slow
 def test_each_tile_moves_what_stands_from_its_first_feature_on():
     cfg = load(None, MOCK).model
     model = build(cfg, nnx.Rngs(0))

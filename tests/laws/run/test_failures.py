@@ -188,6 +188,7 @@ BROKEN_WRITES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize(
     ("module", "name", "place"),
     quick(BROKEN_WRITES, 2),
@@ -251,6 +252,7 @@ def test_a_failed_save_costs_nothing_if_the_next_one_works(tmp_path, unbroken, m
     assert steps(tmp_path) == ["2", "6"] and losses(tmp_path) == losses(unbroken)
 
 
+@slow
 @pytest.mark.parametrize("limit", quick([1, 2], 1))
 def test_too_many_failed_saves_in_a_row_end_the_run(tmp_path, monkeypatch, limit):
     break_saves(monkeypatch, *range(2, 2 + limit))

@@ -118,6 +118,7 @@ def test_every_source_gives_the_same_rows(keys, tmp_path):
                 np.testing.assert_array_equal(mine, other, err_msg=kind)
 
 
+@slow
 @pytest.mark.parametrize("keys", [LLAVA, VIT])
 def test_the_stream_is_the_same_for_any_processes_parts_and_restart(keys, tmp_path):
     samples = texts(21)
@@ -298,6 +299,7 @@ def test_a_large_jpeg_is_decoded_small_and_stays_the_picture():
 # ---- processes -----------------------------------------------------------------------------------
 
 
+@slow
 @pytest.mark.parametrize(
     "dies, how", quick([(end_itself, r"signal 9 \(SIGKILL\)"), (exit_with_4, "exit code 4")], 1)
 )
@@ -317,6 +319,7 @@ def test_a_process_that_ends_is_one_line_and_the_next_batch_has_a_new_one(dies, 
     assert len(found) == 9
 
 
+@slow
 def test_what_decodes_imports_no_jax_and_ends_with_its_run():
     code = """
 import os, sys

@@ -160,6 +160,7 @@ FAULTS = {  # how a run is struck, and what it says
 }
 
 
+@slow
 @pytest.mark.parametrize("fault", quick(FAULTS, 5))
 def test_faults_are_told_apart_within_a_step(tmp_path, monkeypatch, saved, fault):
     strike, said = FAULTS[fault]

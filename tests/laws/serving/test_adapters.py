@@ -87,6 +87,7 @@ def test_rows_of_a_step_have_adapters_of_their_own(model, given):
         given.add([1], SamplingParams(adapter="three"))
 
 
+@slow
 def test_adapters_share_no_prefix(given):
     prompt = np.random.default_rng(1).integers(0, VOCAB, 80).tolist()
     hits = []

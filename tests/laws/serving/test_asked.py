@@ -72,6 +72,7 @@ def test_a_stop_id_ends_a_text_and_only_after_min_tokens():
     assert_likeliest(later, lambda made: [token] if len(made) < 12 else [])
 
 
+@slow
 def test_end_tokens_of_the_model_end_a_text_unless_ignored():
     given = emptied(engine(KIND, eos=(free()[3],)))
     asks = [
@@ -143,6 +144,7 @@ def test_a_sample_may_end_while_another_lane_must_be_read_first():
     assert_greedy("keys and values", outputs)
 
 
+@slow
 def test_a_text_that_ends_while_a_lane_is_read_leaves_no_page_half_written():
     """The place of its last token was planned, in a step that then left the token out."""
     given = emptied(engine("keys and values", {"dp": 2}))
@@ -231,6 +233,7 @@ def is_plain(params):
     return SamplingParams(max_tokens=5, seed=params.seed) == params
 
 
+@slow
 def test_a_warm_engine_compiles_nothing_for_random_requests():
     given = make_engine(KIND, limits=Limits(rows=2, chunk=16, length=64), pages=9, all_sizes=True)
     compiled = given.warm_up()

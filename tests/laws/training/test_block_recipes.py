@@ -160,6 +160,7 @@ def test_what_has_no_blocks_is_refused(more, message):
         make_trainer("dense", Cell(), *more)
 
 
+@slow
 def test_outputs_have_one_number_on_every_mesh():
     """Of a fused pair of projections too, whose halves tp cuts each."""
     spec = ParamSpec((6, 2, 8), ("embed", "pair", "mlp"), "matrix", matmul="up")

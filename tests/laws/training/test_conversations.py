@@ -13,7 +13,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.batches import stream_hash
 from tests.chats import chat_config, turns, write_lines
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 
 def records(count: int, longest: int, seed: int = 0) -> list[dict]:
@@ -56,6 +56,7 @@ def packed(tmp_path_factory):
     return folder, path, found
 
 
+@slow
 @pytest.mark.parametrize("rows, width", quick([("padded", 256), ("longest", 128)], 0))
 def test_packed_rows_have_the_gradients_of_single_conversations(rows, width, packed):
     folder, path, theirs = packed

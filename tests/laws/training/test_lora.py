@@ -190,6 +190,7 @@ def test_a_base_in_fp8_gives_the_loss_of_its_run(keys):
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+@slow
 @pytest.mark.parametrize(
     "cell",
     quick([Cell({"dp": 2}, 1, 2), Cell({"pp": 2, "dp": 2}, 1, 2)], 0),

@@ -192,6 +192,7 @@ def test_a_run_that_changed_its_base_is_weights_too(keys, tmp_path):
     assert cfg.hidden_size in found["dense", "attention", "q"].shape
 
 
+@slow
 def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monkeypatch, capsys):
     out, again = tmp_path / "merged", tmp_path / "again"
     run_convert(monkeypatch, "merge", home / "base", home / "run", out, "--dtype=float32")
@@ -225,6 +226,7 @@ def test_a_merged_model_has_the_chat_template_of_its_adapter(home, tmp_path, mon
     assert found["README.md"] == b"base" and found["generation_config.json"]
 
 
+@slow
 def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
     base, out, again = (tmp_path / name for name in ("base", "merged", "again"))
     run_convert(monkeypatch, "import", "--hf", home / "base", "--out", base, "--dtype=bfloat16")

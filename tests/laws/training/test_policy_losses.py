@@ -152,6 +152,7 @@ def test_leave_one_out_is_the_exact_gradient():
     assert_near(mean_of_estimator(config("rloo"), POLICY), -exact_gradient(POLICY))
 
 
+@slow
 def test_without_clip_leave_one_out_is_exact_for_answers_of_older_weights():
     free = config("rloo", updates_per_rollout=2, clip_low=1.0, clip_high=1e6)
     found = mean_of_estimator(free, BEFORE, old_log_probs=log_probs(BEFORE))
@@ -273,6 +274,7 @@ def of_all_answers(**keys) -> np.ndarray:
     return gradient(settings, batch) * (chances(POLICY) @ LENGTHS)
 
 
+@slow
 def test_divergences_pull_to_the_reference():
     """Of k2 the mean gradient is the divergence's at each state; k1's is 0."""
 

@@ -108,6 +108,7 @@ def test_a_student_that_equals_its_teacher_learns_nothing(files, tmp_path):
     assert abs(found["loss"]) < 1e-6 and found["grad_norm"] < 1e-4 and found["reward"] > 0
 
 
+@slow
 def test_the_steps_without_answers_read_what_they_would_anyway(files, tmp_path, monkeypatch):
     keys = "distill.student_share=0.4", "train.steps=40"
     cfg = config(files, tmp_path, *keys)

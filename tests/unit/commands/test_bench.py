@@ -353,6 +353,7 @@ def test_decoding_is_measured_against_what_it_reads(capsys):
         assert found["ms"] > 0 and found["prefill_ms"] > 0
 
 
+@slow
 def test_the_engine_serves_a_load_and_compiles_nothing_later(capsys):
     argv = ["--requests=3", "--prompt=5", "--new=6", "--rows=2", "--chunk=16", "--rate=1000"]
     assert engine.main([*argv, *SMALL_MODEL]) == 0
@@ -362,6 +363,7 @@ def test_the_engine_serves_a_load_and_compiles_nothing_later(capsys):
     assert found["first_ms"]["p50"] > 0 and found["between_ms"]["p50"] > 0
 
 
+@slow
 def test_the_engine_shares_layers_over_devices(capsys, monkeypatch):
     made = []
     monkeypatch.setattr(engine, "Engine", lambda *a, **kw: made.append(Engine(*a, **kw)) or made[0])

@@ -97,6 +97,7 @@ def requests(*args):
     return [SimpleNamespace(args=a) for a in args]
 
 
+@slow
 def test_loglikelihoods_equal_a_direct_computation(adapter, direct):
     found = adapter.loglikelihood(requests(*PAIRS))
     for (context, continuation), (total, greedy) in zip(PAIRS, found, strict=True):

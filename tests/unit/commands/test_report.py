@@ -32,6 +32,7 @@ from mjax.report.runs import (
     smoothed,
     thinned,
 )
+from tests.marks import slow
 
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="needs the extra `report` (bokeh)"
@@ -256,6 +257,7 @@ def titles(folder, *others):
     return {heading: names for heading, names in found.items() if names}
 
 
+@slow
 @needs_bokeh
 def test_a_chart_is_there_where_a_run_has_its_field(tmp_path):
     plain = write(tmp_path / "plain", [record(1, mfu=0.5, tflops=3.0), {"step": 1, "eval_loss": 2}])

@@ -18,6 +18,7 @@ from mjax.data.loader import build_datasets, make_loader
 from mjax.errors import UserError
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
+from tests.marks import slow
 from tests.tiny import TINY
 
 NAMES = ("<|endoftext|>", "<pre>", "<mid>", "<suf>", "<pad>", "<file>")
@@ -187,6 +188,7 @@ def config(corpus, tokenizer, *overrides):
     return load(None, [*given, *paths, *KEYS, *overrides])
 
 
+@slow
 def test_a_run_reads_it_and_a_resumed_one_reads_on(tokenizer, corpus, tmp_path):
     cfg = config(corpus, tokenizer, "data.eod_mask_loss=true", f"data.eod_token_id={EOD}")
     data, held_out = build_datasets(cfg, 24, 4)

@@ -14,6 +14,7 @@ from mjax.data.sentences.spans import SpanDataset
 from mjax.errors import UserError
 from mjax.objectives.span_fields import span_fields, stream_length
 from tests.batches import stream_hash
+from tests.marks import slow
 from tests.unit.data.test_masked import corpus, megatron_mapping, write
 
 VOCAB = 700
@@ -273,6 +274,7 @@ def test_as_much_is_hidden_as_asked(density, mean_span):
     assert mean_span == 1 or len(set(lengths)) > 5
 
 
+@slow
 def test_all_ways_to_hide_are_equally_likely():
     """Four tokens of eight in two spans: each of 3 x 3 ways."""
     data = settings(16, 16, probability=0.5, mean_span=2)

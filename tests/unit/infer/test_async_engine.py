@@ -74,6 +74,7 @@ def test_many_callers_at_a_time_get_their_own_tokens(given):
         assert text == output.outputs[0].text
 
 
+@slow
 def test_all_samples_of_a_request_come(given):
     async def serve(serving):
         params = SamplingParams(n=3, temperature=1.0, seed=0, max_tokens=9)

@@ -11,7 +11,7 @@ from mjax.infer.caches.contiguous import KVCache, empty_cache, extend, last_real
 from mjax.models.base.context import Context, tokens_of
 from mjax.sharding.mesh import make_mesh
 from tests.generation import complete
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.unit.infer.test_generate import NEW, PROMPTS, VARIANTS, made
 
 VARIANTS = VARIANTS | {"contiguous": {"layer_pattern": "LG", "attention.sliding_window": 4}}
@@ -74,6 +74,7 @@ def unread(kind, x):
     return x if kind in ("states", "deltas") else x + 7
 
 
+@slow
 @pytest.mark.parametrize("kind", quick(KINDS, 0))
 def test_padding_on_either_side_gives_the_same(kind):
     definition, params, cfg = made(**VARIANTS[kind])

@@ -23,7 +23,7 @@ from mjax.sharding.collectives import LOCAL
 from mjax.sharding.mesh import make_mesh, on_shards, parallel_of
 from mjax.sharding.rules import partition
 from mjax.sharding.spec import ParamSpec, is_spec
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.unit.infer.test_generate import PROMPTS, VARIANTS, made
 
 F32 = jnp.dtype("float32")
@@ -138,6 +138,7 @@ def nbytes(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@slow
 @pytest.mark.parametrize("cut", quick(["inputs", "outputs"], 0))
 def test_products_on_a_mesh_are_those_of_one_device(cut):
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
@@ -178,6 +179,7 @@ def test_the_engine_on_a_mesh_says_what_one_device_says(tp, alone):
         np.testing.assert_allclose(row.logprobs, one.logprobs, atol=1e-5)
 
 
+@slow
 def test_other_weights_are_rounded_too_and_nothing_is_compiled(served, alone):
     _, definition, params = model()
     count = len(served.runner.compiled)

@@ -217,6 +217,7 @@ def export(monkeypatch, ckpt, out) -> dict:
     return {name: tensor.whole() for name, tensor in open_folder(out).items()}
 
 
+@slow
 def test_what_is_exported_is_read_and_written_again_with_the_same_bits(tmp_path, monkeypatch):
     make(tmp_path, "blocks")
     first = export(monkeypatch, tmp_path / "plain", tmp_path / "one")

@@ -79,6 +79,7 @@ EXACT = {
 }
 
 
+@slow
 @pytest.mark.parametrize("case", quick(list(EXACT), 2))
 def test_the_upcycled_model_computes_what_the_dense_one_does(tmp_path, case):
     pattern, moe = EXACT[case]
@@ -107,6 +108,7 @@ def test_without_normalized_gates_it_is_near(tmp_path):
     assert scale_of_down(moe, 2) == 8 / 2 * 2 * 2 / 4  # expansion * granularity^2 / top-k
 
 
+@slow
 @pytest.mark.parametrize("mesh", quick([dict(ep=2, tp=2, pp=2), dict(dp=2, ep=2, tp=2)], 1))
 def test_every_mesh_upcycles_alike(tmp_path, mesh):
     weights = dense("model.layer_pattern=G")

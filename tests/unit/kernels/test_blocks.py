@@ -261,6 +261,7 @@ def test_rounding_at_random_has_no_bias():
         assert np.abs(error).mean() < 0.05 * once.mean() and (error != 0).mean() > 0.8
 
 
+@slow
 def test_rows_of_groups_start_blocks_of_their_own():
     """Poisoned rows of no group change nothing."""
     rng = np.random.default_rng(5)

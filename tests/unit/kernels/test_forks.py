@@ -11,7 +11,7 @@ from mjax.kernels.recurrence.causal_conv import causal_conv
 from mjax.kernels.recurrence.gated_delta import DeltaInputs, gated_delta
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd
 from mjax.models.recurrent.recurrent_context import forks_of
-from tests.marks import quick
+from tests.marks import quick, slow
 
 # (tokens, segment, prefix) of the blocks of a row: a plain document, a prefix with three answers, a
 # prefix of one token with two, a document, a prefix that goes over chunks with one, padding.
@@ -62,6 +62,7 @@ def run(kind: str, inputs, chunk: int, starts=None) -> jax.Array:
     return function(inputs, chunk=chunk, starts=starts)[0]
 
 
+@slow
 @pytest.mark.parametrize("kind", quick(["gated_delta", "ssd"], 1))
 def test_answers_start_from_the_state_of_their_prefix(kind):
     with jax.enable_x64(True):

@@ -140,6 +140,7 @@ def test_bfloat16_stays_near_the_recurrence():
     near(got, wanted, 2e-2)
 
 
+@slow
 def test_a_packed_row_equals_its_documents_apart():
     """To fp32 rounding, in outputs, final state and gradients."""
     inputs, _, _ = draw(40, 4, 2, 0.1, batch=1, dtype=np.float32)

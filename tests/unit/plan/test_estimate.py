@@ -41,6 +41,7 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "run").exists()
 
 
+@slow
 def test_the_memory_of_the_state_is_what_one_device_holds():
     trainer = Trainer(load(None, OVERRIDES))
     sizes = memory_per_device(trainer.lower().compile())

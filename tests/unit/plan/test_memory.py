@@ -123,6 +123,7 @@ def test_auto_takes_the_first_that_fits(unroll):
         assert need(cfg, 1) <= memory and f"{need(cfg, 1) / 1e9:.1f} GB" in why and remat in why
 
 
+@slow
 def test_auto_stops_at_the_least_count_of_layers():
     target = (need(of("dots")) + need(of("full"))) / 2
     cfg, _ = choose_memory_policy(llama(), 8, target / FRACTION, SPECS)

@@ -91,6 +91,7 @@ def test_the_largest_that_fits_is_taken_and_said():
     assert choose_memory_policy(llama(*keys), 1, 1e15, SPECS)[0].train.micro_batch_size == 64
 
 
+@slow
 def test_a_gpu_is_kept_busy_before_layers_keep_all():
     """One sequence of 128 tokens would leave room for all; a large micro-batch comes first."""
     keys = "data.seq_length=128", "train.global_batch_size=1024"
@@ -150,6 +151,7 @@ def on(described: str, path: Path = LLAMA, *keys: str):
         return resolve_auto(cfg, described_devices(told), definition_of(cfg.model).specs)
 
 
+@slow
 def test_llama_on_four_h100s_shards_more_before_moments_go_to_the_host():
     """Masters, moments, weights and sums of gradients of ZeRO-1 are 12/4 + 2 + 4 = 9 bytes a
     parameter, 72 GB: more than 95 % of 79 GB with what layers keep. ZeRO-3's are 18/4, 36 GB."""
@@ -177,6 +179,7 @@ def test_a_stage_that_is_given_is_kept():
     assert propose_mesh(cfg, 8, 150e9, SPECS)[0].zero == 3
 
 
+@slow
 def test_a_chip_without_an_estimate_of_time_takes_the_first_stage_that_fits():
     cfg, _ = choose_zero(load(LLAMA), 4, named_chips()["h100"].details.usable, SPECS, None)
     assert cfg.mesh.zero == 2
@@ -221,6 +224,7 @@ def require_plans(path: Path, counts: Iterable[int]) -> None:
         assert "; the smallest number of these devices that fits it is " in why, (devices, why)
 
 
+@slow
 def test_what_needs_more_devices_names_their_number():
     """Masters of Llama-3-405B, weights and sums of gradients alone are 10 x 405 GB in shards: 52
     H100s of 79 GB, so 7 whole nodes at least."""

@@ -100,6 +100,7 @@ def wanted(folder: Path, adapters: dict[str, Path]) -> dict[str | None, list[flo
     return {n: o.outputs[0].logprobs for n, o in zip(names, outputs, strict=True)}
 
 
+@slow
 def test_random_weights_need_a_config_alone(home, tmp_path):
     """And are of one model whatever the devices."""
     (tmp_path / "config.json").write_bytes((home / "base" / "config.json").read_bytes())

@@ -13,6 +13,7 @@ from mjax.serve.base.engines import Engines
 from mjax.serve.base.routing import BLOCK_TOKENS, PrefixRouter
 from mjax.serve.engine_server import in_thread
 from tests.laws.serving.kinds import make_engine
+from tests.marks import slow
 
 WORDS = np.random.default_rng(0)
 PREFIXES = [WORDS.integers(0, 1000, 6 * BLOCK_TOKENS).tolist() for _ in range(12)]
@@ -82,6 +83,7 @@ def test_without_a_prefix_the_least_load_counts_and_equal_ones_take_turns():
     assert sorted(salted) == [0, 1, 2], "other adapters share no prefix"
 
 
+@slow
 def test_two_engines_behind_one_door():
     tokenizer = load_tokenizer("byte")
     limits = Limits(rows=2, chunk=64, length=128)
