@@ -29,6 +29,7 @@ def first_step(cell: Cell, *overrides: str) -> tuple[float, dict]:
     return float(first["loss"]), first["gradients"]
 
 
+@exhaustive
 @pytest.mark.parametrize("cell,remat,more", quick(CASES), ids=lambda c: str(c))
 def test_no_policy_changes_loss_or_gradients(cell, remat, more):
     loss, grads = first_step(cell, f"train.remat={remat}", *more)

@@ -119,7 +119,7 @@ def test_checkpoint_is_free_of_layout_and_padding(where, more, tmp_path):
     assert abs(float(other.step(batches[1])["loss"]) - loss) <= 1e-5 * loss
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("layers,more", [(4, ["mesh.virtual_stages=2"]), (5, [])])
 def test_every_layer_runs_once_in_the_built_program(layers, more):
     """With all blocks but their output biases zero, a bias's gradient is that of the block output

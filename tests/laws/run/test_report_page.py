@@ -13,7 +13,7 @@ from mjax.config import load
 from mjax.report import __main__ as cli
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive
 from tests.processes import start_process
 from tests.tiny import TINY
 
@@ -81,7 +81,7 @@ def browser_here():
     return browser
 
 
-@slow
+@exhaustive
 def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
     pytest.importorskip("bokeh", reason="needs the extra `report`")
     browser = browser_here()

@@ -8,14 +8,14 @@ from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train.trainer import Trainer
 from tests.laws.run.test_failures import losses
-from tests.marks import slow
+from tests.marks import exhaustive
 from tests.tiny import TINY
 
 KEYS = ["model.num_hidden_layers=2", "model.hidden_dropout=0.1", "train.micro_batch_size=1"]
 MESH = ["mesh.dp=2", "mesh.tp=2", "mesh.zero=1"]
 
 
-@slow
+@exhaustive
 def test_two_runs_give_the_same_bits(tmp_path, monkeypatch):
     made, init = [], Trainer.__init__
 

@@ -104,7 +104,7 @@ def first_step(feature: str, cell: Cell, *more: str) -> dict:
     return jax.device_get({"gradients": gradients, "held out": held_out, **metrics})
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize(
     "feature, cell",
     quick(

@@ -179,7 +179,7 @@ def test_a_run_with_a_stored_reference_goes_on_at_another_dp(tmp_path):
     assert found[-1]["rewards/margins"] > 0
 
 
-@slow
+@exhaustive
 def test_dpo_learns_a_planted_preference(tmp_path):
     """Pairs whose chosen answer has more vowels; none of the held-out ones is trained on."""
     keys = "train.global_batch_size=16", "train.micro_batch_size=16", "schedule.lr=3e-3"

@@ -27,7 +27,7 @@ from mjax.models import build, split
 from mjax.serve.base.engines import Piece
 from tests.chats import END, write_tokenizer
 from tests.laws.serving.kinds import BYTES, LENGTH, SMALL, model
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.unit.serve.conftest import TEMPLATE, behind_socket, served
 
 WEATHER = {
@@ -270,7 +270,7 @@ def long_texts(tmp_path_factory):
         yield live
 
 
-@slow
+@exhaustive
 def test_200_random_schemas_give_what_they_describe(long_texts):
     pytest.importorskip("llguidance")
     validators = pytest.importorskip("jsonschema_rs")
