@@ -58,10 +58,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long slow, and exhaustive all slow cases but one of each test.
+    """Mark what takes long slow, and slow cases exhaustive where others of their test stay.
 
-    That one is left out, too, where the test has a case that is not slow. Programs for H200s take
-    long; of grids one case of eight is not slow, and one of four is not exhaustive.
+    Where all cases are slow, those stay that `tests/marks.py::quick` names, or the first one.
+    Programs for H200s take long; of grids one case of eight is not slow, and one of four is not
+    exhaustive.
     """
     cases: dict[str, list[pytest.Item]] = {}
     of_grids: Counter[str] = Counter()
@@ -79,9 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     for of_test in cases.values():
         slow_ones = [item for item in of_test if item.get_closest_marker("slow")]
-        kept = 1 if len(slow_ones) == len(of_test) else 0
-        for item in slow_ones[kept:]:
-            if item not in often:
+        staying: list[pytest.Item] = []
+        if len(slow_ones) == len(of_test):
+            staying = [item for item in of_test if item.get_closest_marker("chosen")] or of_test[:1]
+        for item in slow_ones:
+            if item not in often and item not in staying:
                 item.add_marker(pytest.mark.exhaustive)
 
 

@@ -6,6 +6,7 @@ XLA's collectives of several CPU devices may not survive (`tests/conftest.py`).
 """
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
@@ -24,23 +25,27 @@ def kept(compile_and_load: Callable) -> Callable:
     """`compile_and_load` with a memory of what it has made.
 
     Two calls share a program if its text without places in source files, the devices, and all
-    options are the same. A program that calls Python is made anew, as it holds an address.
+    options are the same. A program that calls Python is made anew, as it holds an address, and one
+    for a described GPU, whose devices are described anew each time.
     """
     programs: OrderedDict[bytes, object] = OrderedDict()
+    lock = threading.Lock()  # engines compile in several threads
 
     @wraps(compile_and_load)
     def compile_or_take(backend, module, devices, options, host_callbacks):
         text = module.operation.get_asm(enable_debug_info=False)
-        if host_callbacks or "callback" in text:
+        if backend.platform != "cpu" or host_callbacks or "callback" in text:
             return compile_and_load(backend, module, devices, options, host_callbacks)
         parts = text, repr(backend), repr(devices), options.SerializeAsString()
         key = hashlib.sha256(repr(parts).encode()).digest()
-        if key not in programs:
+        with lock:
+            made = programs.pop(key, None)
+        if made is None:
             made = compile_and_load(backend, module, devices, options, host_callbacks)
-            programs[key] = made
+        with lock:
+            programs[key] = made  # as the last one
             if len(programs) > KEPT:
                 programs.popitem(last=False)
-        programs.move_to_end(key)
-        return programs[key]
+        return made
 
     return compile_or_take

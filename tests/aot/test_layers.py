@@ -15,8 +15,8 @@ LLAMA, LAYERS = "configs/models/llama3_8b.yaml", 2
 KEYS = [f"model.num_hidden_layers={LAYERS}", "train.micro_batch_size=1", "train.remat=none"]
 
 
-@exhaustive
 # Of q and kv, which read one x, XLA makes one matmul in bf16, and adds what comes out.
+@exhaustive
 @pytest.mark.parametrize("fp8, target, each", [("none", "matmul", 3), ("delayed", "matmul$f8", 5)])
 def test_sums_are_operands_of_matmuls(fp8, target, each):
     """They write over an fp32 operand. Without Triton, whose choice needs a GPU."""

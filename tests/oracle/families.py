@@ -417,17 +417,14 @@ _OF_DECODERS += [
 # Others of whose kind a sister runs by default.
 _OF_A_KIND = {
     "deepseek_v2_lite",
-    "deepseek_v2_lite_moe",
     "falcon_h1_norm",
     "glm4_moe_plain",
     "granitemoehybrid_dense",
     "mamba2_tied",
-    "nemotron_h_latent",
     "nemotron_h_moe",
     "phi3_long",
     "qwen2_moe_window",
     "qwen2_window",
-    "qwen3_5_moe",
 }
 LATER = frozenset(_OF_DECODERS) - set(_BY_DEFAULT) | _OF_A_KIND
 

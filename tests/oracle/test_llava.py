@@ -77,7 +77,7 @@ def given(ids: np.ndarray, images: np.ndarray) -> dict:
     return inputs | ({"pixel_values": pixels} if len(pixels) else {})
 
 
-@pytest.mark.parametrize("count", quick([0, 1, 2], 2))
+@pytest.mark.parametrize("count", quick([0, 1, 2], 0, 2))
 def test_logits_and_greedy_tokens(hf, count):
     theirs, folder = hf
     ours, (ids, images) = from_pretrained(folder), texts(count)

@@ -26,7 +26,7 @@ from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import parallel_of_run
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive
 from tests.tiny import TINY
 
 EP, HELD, T, D = 4, 2, 16, 6
@@ -99,7 +99,7 @@ CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("feature,mesh,zero,micro_batches,room", quick(CASES, 1))
+@pytest.mark.parametrize("feature,mesh,zero,micro_batches,room", CASES)
 def test_every_mesh_equals_one_device(feature, mesh, zero, micro_batches, room, monkeypatch):
     monkeypatch.setattr(exchange, "ROOM", room)
     keys = "train.expert_exchange=all_to_all", "train.remat=full"

@@ -10,7 +10,7 @@ from mjax.prove import Cell, compare, holds
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import stored_partition, tp_cuts, weight_partition
 from mjax.sharding.spec import ParamSpec
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 
 CASES = [
     ({"ep": 2, "tp": 2}, 2, 2, 1),
@@ -19,7 +19,7 @@ CASES = [
 ]
 
 
-@exhaustive
+@slow
 @pytest.mark.parametrize("mesh,zero,micro_batches,layers", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, layers):
     cell = Cell(mesh, zero, micro_batches)

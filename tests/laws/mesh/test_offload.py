@@ -67,7 +67,7 @@ def test_host_moments_train_the_same_parameters_bit_for_bit(cell, low):
     assert_same(there, here)
 
 
-@exhaustive
+@slow
 @pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
 def test_checkpoints_do_not_depend_on_where_moments_live(tmp_path, first, second):
     """Saved on one mesh, where shards are padded, resumed there and on another."""

@@ -13,7 +13,7 @@ from mjax.models.base.tensor_parallel_overlap import gather_matmul, matmul_scatt
 from mjax.plan.xla_options import accepted
 from mjax.prove import Cell, compare, deviation, holds, make_trainer
 from mjax.sharding.collectives import Parallel
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 ALWAYS = "mesh.tp_overlap=always"
 
@@ -77,7 +77,7 @@ CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("feature,mesh,zero,micro_batches", quick(CASES, 1))
+@pytest.mark.parametrize("feature,mesh,zero,micro_batches", CASES)
 def test_training_equals_one_device(feature, mesh, zero, micro_batches):
     record = compare(feature, Cell(mesh, zero, micro_batches), ALWAYS, steps=1)
     assert holds(record), record

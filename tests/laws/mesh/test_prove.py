@@ -11,7 +11,7 @@ from mjax.models.runtime import store
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
 from mjax.prove.__main__ import invariance_page
 from mjax.prove.features import NAMES
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, quick
 
 SAMPLE = [
     ("experts", Cell({"pp": 2, "ep": 2, "cp": 2}, 1, 3, cp_type="a2a")),
@@ -117,7 +117,6 @@ def test_a_prediction_layer_attends_behind_a_recurrence_on_any_mesh():
     assert holds(record), record
 
 
-@slow
 def test_a_missing_reduction_would_be_seen(monkeypatch):
     """The law can fail: without the gradient rule each device goes its own way."""
     monkeypatch.setattr(store, "reduce_gradients", lambda grads, *_: grads)

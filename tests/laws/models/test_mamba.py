@@ -17,7 +17,7 @@ from mjax.plan.activations import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import STATES
 from tests.devices import GPU, choose_for
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, slow
 from tests.triton_interpreter import interpret
 
 HYBRID = ["model.layer_pattern='mamba+mlp, mamba|full'", "model.mamba.n_groups=2", *STATES]
@@ -66,8 +66,8 @@ CASES = [
 ]
 
 
-@exhaustive
-@pytest.mark.parametrize("mesh, more", quick(CASES))
+@slow
+@pytest.mark.parametrize("mesh, more", quick(CASES, 2))
 def test_meshes_agree_where_sizes_are_odd(mesh, more):
     record = compare("mamba", Cell(mesh, 1, 1), "model.num_hidden_layers=2", *more, steps=2)
     assert holds(record), record

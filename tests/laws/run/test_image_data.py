@@ -119,7 +119,7 @@ def test_every_source_gives_the_same_rows(keys, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("keys", [LLAVA, VIT])
+@pytest.mark.parametrize("keys", quick([LLAVA, VIT], 0, 1))
 def test_the_stream_is_the_same_for_any_processes_parts_and_restart(keys, tmp_path):
     samples = texts(21)
     if keys is VIT:

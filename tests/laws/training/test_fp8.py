@@ -42,7 +42,7 @@ def distance(a: dict, b: dict) -> float:
     return float(np.sqrt(sum(p[0] for p in pairs) / sum(p[1] for p in pairs)))
 
 
-@exhaustive
+@slow
 @pytest.mark.parametrize(
     "recipe, cell, more",
     quick(
@@ -52,7 +52,7 @@ def distance(a: dict, b: dict) -> float:
             ("delayed", Cell({"tp": 2}, 0, 1), ("mesh.tp_overlap=always",)),
             ("current", Cell({"tp": 2}, 0, 1), ()),
         ],
-        3,
+        1,
     ),
 )
 def test_meshes_agree(recipe, cell, more):

@@ -206,7 +206,7 @@ def test_the_program_holds_no_gradient_or_exchange_of_the_base(cell):
     assert not any(map(wide, found))
 
 
-@exhaustive
+@slow
 def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
     keys = RANK, f"run.dir={tmp_path}", "lora.trained=[norm]"
     cells = Cell({"dp": 4}, 3, 2), Cell({"tp": 2}, 1, 3)

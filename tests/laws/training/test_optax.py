@@ -45,7 +45,7 @@ def updated(name: str, cell: Cell, *overrides: str) -> dict:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", quick(BY_NAME, 1))
+@pytest.mark.parametrize("name", BY_NAME)
 def test_every_mesh_and_zero_stage_updates_alike(name):
     """Though shards are padded and pipelines store layers in another order.
 

@@ -105,8 +105,7 @@ def run_until_killed(run, cfg, number: int, monkeypatch) -> bool:
     return False
 
 
-KILLS = [pytest.param(2, [3, 12], marks=slow)]
-KILLS += [pytest.param(1, [*range(1, 21)], marks=exhaustive)]
+KILLS = [(2, [3, 12]), (1, [*range(1, 21)])]
 
 
 @exhaustive

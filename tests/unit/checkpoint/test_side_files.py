@@ -24,7 +24,7 @@ from mjax.generate import __main__ as generate
 from mjax.models import build, split
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -100,7 +100,7 @@ def fine_tune(folder: Path, steps: int, *overrides: str) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("imported", quick([True, False], 0))
+@pytest.mark.parametrize("imported", [True, False])
 def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     published, tmp_path, monkeypatch, capsys, imported
 ):

@@ -1,5 +1,7 @@
 """Law: a test process compiles a program once, and never takes one for another."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ def test_a_program_is_made_once(monkeypatch):
 
     monkeypatch.setattr(compiler, "backend_compile_and_load", kept(count))
     two = np.array(jax.devices()[:2])
-    x = jnp.arange(6.0)
+    x, fewer = jnp.arange(6.0), jnp.arange(4.0)
 
     def times(factor):
         return lambda x: x * factor + 3.25
@@ -30,8 +32,11 @@ def test_a_program_is_made_once(monkeypatch):
     assert len(made) == first > 0  # another function, the same program
     np.testing.assert_array_equal(jax.jit(times(4))(x), 4 * np.arange(6) + 3.25)
     assert len(made) == first + 1
-    jax.jit(times(2))(x[:4])
-    assert len(made) > first + 1
+    jax.jit(times(2))(fewer)
+    assert len(made) == first + 2
+    other = {"xla_cpu_enable_fast_math": True}
+    jax.jit(times(2)).lower(x).compile(compiler_options=other)
+    assert len(made) == first + 3
     for order in (two, two[::-1]):  # the same text, other devices
         before = len(made)
         cut = NamedSharding(Mesh(order, "a"), PartitionSpec("a"))
@@ -56,29 +61,20 @@ def test_what_calls_python_is_made_anew():
     assert seen == [0, 1, 2]
 
 
-def test_programs_are_forgotten():
-    class Operation:
-        def __init__(self, text):
-            self.text = text
-
-        def get_asm(self, enable_debug_info):
-            return self.text
-
-    class Module:
-        def __init__(self, text):
-            self.operation = Operation(text)
-
-    class Options:
-        def SerializeAsString(self):
-            return b""
-
+def test_the_program_used_longest_ago_is_forgotten():
     made = []
 
     def make(backend, module, *rest):
-        made.append(module.operation.text)
+        made.append(module.operation.get_asm())
         return object()
 
+    def program(number):
+        operation = SimpleNamespace(get_asm=lambda enable_debug_info=False: str(number))
+        options = SimpleNamespace(SerializeAsString=bytes)
+        cpu = SimpleNamespace(platform="cpu")
+        return cpu, SimpleNamespace(operation=operation), (), options, ()
+
     take = kept(make)
-    for number in (*range(KEPT + 1), KEPT, 0):
-        take("cpu", Module(str(number)), (), Options(), ())
-    assert made == [*map(str, range(KEPT + 1)), "0"]
+    for number in (*range(KEPT), 0, KEPT, 0, 1):
+        take(*program(number))
+    assert made == [*map(str, range(KEPT + 1)), "1"]

@@ -33,7 +33,7 @@ from mjax.run.resume import resume
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import stored_partitions
 from mjax.train.trainer import Trainer
-from tests.marks import exhaustive, slow
+from tests.marks import exhaustive, quick, slow
 from tests.sources import restore_params
 
 L, D, N, K, H, F, V = 4, 16, 4, 2, 6, 20, 251
@@ -293,7 +293,9 @@ def test_a_weights_checkpoint_is_no_train_state(tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("mesh", ["dp=2 tp=2 zero=1", "dp=4 zero=3", "dp=2 pp=2 virtual_stages=2"])
+@pytest.mark.parametrize(
+    "mesh", quick(["dp=2 tp=2 zero=1", "dp=4 zero=3", "dp=2 pp=2 virtual_stages=2"], 1, 2)
+)
 def test_training_starts_from_given_weights_and_its_checkpoints_give_them_back(tmp_path, mesh):
     params = make_params()
     save_folder(tmp_path / "in", to_tensors(params))

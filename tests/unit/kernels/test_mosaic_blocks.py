@@ -95,10 +95,7 @@ CASES_OF_GROUPS = [
 @exhaustive
 @pytest.mark.parametrize(
     ("m", "k", "n", "sizes", "by_rows", "by_sums"),
-    [
-        pytest.param(*case, marks=exhaustive if i else slow)
-        for i, case in enumerate(CASES_OF_GROUPS)
-    ],
+    CASES_OF_GROUPS,
 )
 def test_products_of_groups_are_those_of_each_alone(monkeypatch, m, k, n, sizes, by_rows, by_sums):
     """As kernels round them, bit for bit: rows, sums, sums added. Rows of no group are NaN."""
