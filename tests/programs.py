@@ -33,8 +33,9 @@ def kept(compile_and_load: Callable) -> Callable:
 
     @wraps(compile_and_load)
     def compile_or_take(backend, module, devices, options, host_callbacks):
-        text = module.operation.get_asm(enable_debug_info=False)
-        if backend.platform != "cpu" or host_callbacks or "callback" in text:
+        on_cpu = backend.platform == "cpu"
+        text = module.operation.get_asm(enable_debug_info=False) if on_cpu else ""
+        if not on_cpu or host_callbacks or "callback" in text:
             return compile_and_load(backend, module, devices, options, host_callbacks)
         parts = text, repr(backend), repr(devices), options.SerializeAsString()
         key = hashlib.sha256(repr(parts).encode()).digest()

@@ -48,7 +48,7 @@ CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES))
+@pytest.mark.parametrize("name,mesh,zero,micro_batches", CASES)
 def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     record = compare("experts", Cell(mesh, zero, micro_batches), *MODELS[name], steps=1)
     assert holds(record), record
@@ -70,7 +70,7 @@ LATENT_CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(LATENT_CASES))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", LATENT_CASES)
 def test_latent_experts_equal_one_device(mesh, zero, micro_batches, keys):
     record = compare("experts", Cell(mesh, zero, micro_batches), *LATENT, *keys, steps=1)
     assert holds(record), record
@@ -165,7 +165,7 @@ ROUTING = [
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(ROUTING))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", ROUTING)
 def test_routing_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("routing", Cell(mesh, zero, micro_batches), *keys, steps=1)
     assert holds(record), record
@@ -185,7 +185,7 @@ def biases(trainer) -> np.ndarray:
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(BIASES))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", BIASES)
 def test_experts_biases_are_equal_on_every_mesh(mesh, zero, micro_batches, keys):
     """The same bits: after one step, whose loads no rounding moves, each has gone one step."""
     common = [key for key in keys if "grad_accum" not in key]

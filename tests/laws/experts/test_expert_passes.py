@@ -10,7 +10,7 @@ from mjax.models.moe.dispatch import make_dispatch
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.passes import Operands, experts_in_passes, pass_of, rows_of_pass
 from mjax.prove import Cell, compare, holds
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 D, F, HELD, EXPERTS, TOKENS = 12, 10, 4, 16, 40
 RNG = np.random.default_rng(0)
@@ -116,7 +116,7 @@ CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", CASES)
 def test_gradients_equal_one_device(monkeypatch, mesh, zero, micro_batches, keys):
     """With room for an eighth of what may come, so that devices take several passes."""
 

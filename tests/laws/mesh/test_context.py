@@ -24,7 +24,7 @@ from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.context import Context, Kernels
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 TWO = "model.num_hidden_layers=2"
 
@@ -45,7 +45,7 @@ def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, 
 
 
 @exhaustive
-@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases()))
+@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", list(cases()))
 def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
     record = compare(feature, *cell(dp, cp, tp, cp_type), TWO, steps=1)
     assert holds(record), record

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.prove import Cell, make_trainer, measure
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive
 
 CASES = [
     (Cell(), "full", ["train.unroll=0"]),
@@ -30,7 +30,7 @@ def first_step(cell: Cell, *overrides: str) -> tuple[float, dict]:
 
 
 @exhaustive
-@pytest.mark.parametrize("cell,remat,more", quick(CASES), ids=lambda c: str(c))
+@pytest.mark.parametrize("cell,remat,more", CASES, ids=lambda c: str(c))
 def test_no_policy_changes_loss_or_gradients(cell, remat, more):
     loss, grads = first_step(cell, f"train.remat={remat}", *more)
     want_loss, want = all_kept()

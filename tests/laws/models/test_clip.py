@@ -25,7 +25,7 @@ from mjax.objectives import contrastive
 from mjax.objectives.contrastive import Contrastive, EmbeddedRows
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 DUAL = [
     "model.vocab_size=257",
@@ -74,15 +74,12 @@ def longhand(trainer, batch: dict, params: dict) -> jax.Array:
 @exhaustive
 @pytest.mark.parametrize(
     "feature, cell",
-    quick(
-        [
-            ("clip", Cell({"dp": 2, "ep": 2}, 1)),
-            ("siglip", Cell({"dp": 4}, 3)),
-            ("clip", Cell({"pp": 2, "cp": 2, "tp": 2}, cp_type="all_gather")),
-            ("siglip", Cell({"cp": 2, "tp": 2, "dp": 2}, 1, cp_type="a2a")),
-        ],
-        0,
-    ),
+    [
+        ("clip", Cell({"dp": 2, "ep": 2}, 1)),
+        ("siglip", Cell({"dp": 4}, 3)),
+        ("clip", Cell({"pp": 2, "cp": 2, "tp": 2}, cp_type="all_gather")),
+        ("siglip", Cell({"cp": 2, "tp": 2, "dp": 2}, 1, cp_type="a2a")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_all_pairs_on_one_device(feature, cell, monkeypatch):
     monkeypatch.setattr(contrastive, "LOGIT_ROWS", 4)  # parts and a rest of a device's rows

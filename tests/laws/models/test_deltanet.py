@@ -17,7 +17,7 @@ from mjax.plan.activations import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import DELTANET
 from tests.laws.models.test_mamba import packed_and_apart
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive
 
 LAYERS = ["model.layer_pattern='deltanet+mlp, full'", *DELTANET]
 LAYERS += ["model.attention.attention_output_gate=true"]
@@ -69,7 +69,7 @@ CASES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh, more", quick(CASES))
+@pytest.mark.parametrize("mesh, more", CASES)
 def test_meshes_agree_where_states_last(long_memory, mesh, more):
     """Loss, gradient norm and every gradient, of packed documents."""
     cell = Cell(mesh, 1, 1, cp_type="all_gather")

@@ -22,7 +22,7 @@ from mjax.objectives.masked import MaskedTokens
 from mjax.objectives.objective import objective_of
 from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
 from mjax.train.step import LOSSES
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 from tests.measures import measured
 from tests.triton_interpreter import interpret
 
@@ -54,14 +54,12 @@ def numbers(cell: Cell, batch: dict, *more: str) -> dict:
 @exhaustive
 @pytest.mark.parametrize(
     "cell",
-    quick(
-        [
-            Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="all_gather"),
-            Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
-        ],
-    ),
+    [
+        Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="all_gather"),
+        Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
+    ],
 )
-@pytest.mark.parametrize("more", quick([[], CLASSIFY], 0), ids=["masked_lm", "classify"])
+@pytest.mark.parametrize("more", [[], CLASSIFY], ids=["masked_lm", "classify"])
 def test_meshes_agree_on_padded_rows(cell, more):
     batch = padded(make_batch(24))
     if more:
@@ -79,14 +77,11 @@ def test_meshes_agree_on_padded_rows(cell, more):
 @exhaustive
 @pytest.mark.parametrize(
     "cell, pooling",
-    quick(
-        [
-            (Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="a2a"), None),
-            (Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"), "mean"),
-            (Cell({"dp": 2, "tp": 4}, 1, 2), "cls"),
-        ],
-        1,
-    ),
+    [
+        (Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="a2a"), None),
+        (Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"), "mean"),
+        (Cell({"dp": 2, "tp": 4}, 1, 2), "cls"),
+    ],
 )
 def test_windows_to_both_sides_agree_on_padded_rows(monkeypatch, cell, pooling):
     """On meshes blocks of queries see the keys near by; the reference masks the scores of all.
@@ -186,15 +181,12 @@ NO_BIASES = ["model.attention.attention_bias=false"]
 @exhaustive
 @pytest.mark.parametrize(
     "cell, more",
-    quick(
-        [
-            (Cell({}, 0, 2), [*OWN_KEYS, "train.remat=dots"]),
-            (Cell({"tp": 2, "pp": 2}, 1, 2), OWN_KEYS),
-            (Cell({"dp": 2}, 3, 2), ["train.remat=dots"]),
-            (Cell({"tp": 4}), NO_BIASES),
-        ],
-        0,
-    ),
+    [
+        (Cell({}, 0, 2), [*OWN_KEYS, "train.remat=dots"]),
+        (Cell({"tp": 2, "pp": 2}, 1, 2), OWN_KEYS),
+        (Cell({"dp": 2}, 3, 2), ["train.remat=dots"]),
+        (Cell({"tp": 4}), NO_BIASES),
+    ],
 )
 def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
     monkeypatch, cell, more
@@ -221,15 +213,12 @@ def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
 @exhaustive
 @pytest.mark.parametrize(
     "cell, remat",
-    quick(
-        [
-            (Cell({"tp": 2, "pp": 2}, 1, 2), "none"),
-            (Cell({"dp": 2, "tp": 2}, 3, 2), "none"),
-            (Cell({"cp": 2}, 0, 1, cp_type="all_gather"), "none"),
-            (Cell({"dp": 2}, 0, 2), "none*1,dots"),
-        ],
-        0,
-    ),
+    [
+        (Cell({"tp": 2, "pp": 2}, 1, 2), "none"),
+        (Cell({"dp": 2, "tp": 2}, 3, 2), "none"),
+        (Cell({"cp": 2}, 0, 1, cp_type="all_gather"), "none"),
+        (Cell({"dp": 2}, 0, 2), "none*1,dots"),
+    ],
 )
 def test_activation_functions_within_matmuls_change_no_number(monkeypatch, cell, remat):
     """What is not of the kernels: fp32 stand-ins take their place; layers with `dots` have none."""

@@ -27,7 +27,7 @@ from mjax.models.towers.vision import pixel_shuffle
 from mjax.objectives.objective import objective_of
 from mjax.prove import Cell, compare, holds
 from tests.generation import made_ids
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 
 SIZES = "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
 SIZES += "num_attention_heads: 2, image_token_id: 257, max_images: 2, class_token: false"
@@ -73,7 +73,7 @@ SHUFFLED = [
 
 
 @exhaustive
-@pytest.mark.parametrize("cell", quick(SHUFFLED, 2), ids=str)
+@pytest.mark.parametrize("cell", SHUFFLED, ids=str)
 def test_pixel_shuffle_behind_a_class_token_on_meshes(cell):
     record = compare("llava", cell, *LLAVA, steps=3)
     assert holds(record), record

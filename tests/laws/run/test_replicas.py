@@ -109,7 +109,6 @@ def saved(tmp_path):
     return run
 
 
-@slow
 @exhaustive
 def test_a_replica_that_differs_ends_the_run_and_is_not_saved(tmp_path, monkeypatch, saved):
     saved("train.steps=4", "checkpoint.interval=2")

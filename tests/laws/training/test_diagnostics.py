@@ -124,7 +124,7 @@ def test_an_outlier_shows_in_the_kurtosis_of_its_layer_alone():
 
 
 @exhaustive
-@pytest.mark.parametrize("feature,cell", quick(EXPERTS), ids=[f"{f}, {c}" for f, c in EXPERTS])
+@pytest.mark.parametrize("feature,cell", EXPERTS, ids=[f"{f}, {c}" for f, c in EXPERTS])
 def test_loads_of_experts_are_those_of_one_device(feature, cell):
     records = []
     for where in (cell, Cell(rows=cell.rows)):

@@ -28,7 +28,7 @@ from mjax.prove import FEATURES, SMALL, VOCAB, Cell, deviation, make_batch, make
 from mjax.train.step import GRADIENTS, LOSSES
 from mjax.train.trainer import Trainer
 from tests.adapters import adapted_values
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive, slow
 from tests.teachers import write_teacher_folder
 
 LAYERS = "model.num_hidden_layers=2"
@@ -67,7 +67,7 @@ MESHES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("cell", quick(MESHES, 1), ids=str)
+@pytest.mark.parametrize("cell", MESHES, ids=str)
 def test_every_mesh_computes_the_formula_on_whole_logits(teacher, cell):
     feature = "experts" if "ep" in cell.mesh else "dense"
     found = student(teacher, cell, *KEYS, feature=feature)
@@ -145,7 +145,7 @@ ON_MESHES = [
 
 
 @exhaustive
-@pytest.mark.parametrize("cell", quick(ON_MESHES), ids=str)
+@pytest.mark.parametrize("cell", ON_MESHES, ids=str)
 def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell):
     """Outputs of both models by `trace`; the matrices between them have gradients, too."""
     keys = [HIDDEN, "distill.hidden_losses={cosine: 0.5, mse: 2.0}"]
@@ -180,13 +180,11 @@ def test_losses_of_layers_are_those_of_whole_outputs_on_every_mesh(teacher, cell
 @exhaustive
 @pytest.mark.parametrize(
     "cell",
-    quick(
-        [
-            Cell(rows=8),
-            Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 1, rows=8),
-            Cell({"ep": 2, "tp": 2}, 3, 2, rows=8),
-        ]
-    ),
+    [
+        Cell(rows=8),
+        Cell({"dp": 2, "cp": 2, "tp": 2}, 1, 1, rows=8),
+        Cell({"ep": 2, "tp": 2}, 3, 2, rows=8),
+    ],
     ids=str,
 )
 def test_losses_of_layers_reach_adapters_as_whole_weights(teacher, cell):

@@ -79,14 +79,12 @@ PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no ma
 @exhaustive
 @pytest.mark.parametrize(
     "recipe, cell, more",
-    quick(
-        [
-            ("delayed", Cell({"ep": 2, "tp": 2}, 3, 3), ()),
-            ("delayed", Cell({"pp": 2, "ep": 2}, 1, 2), ("train.expert_exchange=all_to_all",)),
-            ("delayed", Cell({"ep": 4}, 2, 2), (PADDING, BIAS, "train.expert_exchange=all_to_all")),
-            ("current", Cell({"tp": 2}, 0, 1), (BIAS, "model.moe.capacity_factor=1", BATCHED)),
-        ],
-    ),
+    [
+        ("delayed", Cell({"ep": 2, "tp": 2}, 3, 3), ()),
+        ("delayed", Cell({"pp": 2, "ep": 2}, 1, 2), ("train.expert_exchange=all_to_all",)),
+        ("delayed", Cell({"ep": 4}, 2, 2), (PADDING, BIAS, "train.expert_exchange=all_to_all")),
+        ("current", Cell({"tp": 2}, 0, 1), (BIAS, "model.moe.capacity_factor=1", BATCHED)),
+    ],
 )
 def test_meshes_agree_on_experts(recipe, cell, more):
     """A biased expert has two functions where others have one."""

@@ -50,19 +50,17 @@ def first_moments(trainer: Trainer) -> dict:
 @exhaustive
 @pytest.mark.parametrize(
     "cell, more",
-    quick(
-        [
-            (Cell({"dp": 4}, 3, 2), ()),
-            (Cell(), ()),
-            (Cell({"dp": 2, "tp": 2}, 1, 1), (UNROLLED, "train.remat=none")),  # exchanges overlap
-            (Cell({"dp": 4}, 2, 2), (UNROLLED,)),
-            (Cell({"pp": 2, "dp": 2}, 1, 3), ()),
-            (
-                Cell({"pp": 2}, 0, 2),
-                (UNROLLED, "mesh.pipeline_layout='Et|tttL'"),
-            ),  # slots that choose
-        ]
-    ),
+    [
+        (Cell({"dp": 4}, 3, 2), ()),
+        (Cell(), ()),
+        (Cell({"dp": 2, "tp": 2}, 1, 1), (UNROLLED, "train.remat=none")),  # exchanges overlap
+        (Cell({"dp": 4}, 2, 2), (UNROLLED,)),
+        (Cell({"pp": 2, "dp": 2}, 1, 3), ()),
+        (
+            Cell({"pp": 2}, 0, 2),
+            (UNROLLED, "mesh.pipeline_layout='Et|tttL'"),
+        ),  # slots that choose
+    ],
 )
 def test_frozen_ones_stay_and_the_others_train_as_before(cell, more):
     before, moments = of_all()

@@ -107,15 +107,12 @@ def first_step(feature: str, cell: Cell, *more: str) -> dict:
 @exhaustive
 @pytest.mark.parametrize(
     "feature, cell",
-    quick(
-        [
-            ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
-            ("dense", Cell({"dp": 8}, 2, 3)),
-            ("dense", Cell({"cp": 2, "tp": 2}, 1, 2)),
-            ("experts", Cell({"dp": 2, "ep": 2, "pp": 2}, 1, 2)),
-        ],
-        0,
-    ),
+    [
+        ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
+        ("dense", Cell({"dp": 8}, 2, 3)),
+        ("dense", Cell({"cp": 2, "tp": 2}, 1, 2)),
+        ("experts", Cell({"dp": 2, "ep": 2, "pp": 2}, 1, 2)),
+    ],
 )
 def test_meshes_agree(feature, cell):
     found, one = first_step(feature, cell), first_step(feature, Cell())

@@ -10,7 +10,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.prove import Cell, make_batch, make_trainer, replicas_identical
 from mjax.train import Trainer
-from tests.marks import exhaustive, quick, slow
+from tests.marks import exhaustive
 from tests.updates import canonical_state, updated_state
 
 BY_NAME = {
@@ -75,17 +75,13 @@ def losses_of_one_device(name: str) -> list[float]:
 
 
 @exhaustive
-@slow
 @pytest.mark.parametrize(
     ("name", "cell"),
-    quick(
-        [
-            *[("momentum", Cell({"dp": 4}, zero, 2)) for zero in (0, 3)],
-            *[(name, PIPELINE) for name in ("momentum", "lion")],
-            ("lion", Cell({"dp": 4}, 3, 2)),
-        ],
-        4,
-    ),
+    [
+        *[("momentum", Cell({"dp": 4}, zero, 2)) for zero in (0, 3)],
+        *[(name, PIPELINE) for name in ("momentum", "lion")],
+        ("lion", Cell({"dp": 4}, 3, 2)),
+    ],
     ids=str,
 )
 def test_training_equals_one_device(name, cell):
